@@ -1,0 +1,1 @@
+"""t1jax: reinforcement learning of Mixture-of-Experts terminal agents in JAX."""
