@@ -1,0 +1,93 @@
+"""The run's numbers: metrics.jsonl, one JSON object a step, and the same as TensorBoard events.
+
+Keys are sorted and named room/name. Whatever depends on the wall clock is named time/...: without those
+two runs of the same seed are equal byte for byte.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboardX import SummaryWriter
+
+
+class MetricsWriter:
+    """Appends to `workdir`/metrics.jsonl and `workdir`/tensorboard; one writer at a time.
+
+    `resumed`: the step of the checkpoint the run goes on from; later lines, and a line torn by a kill,
+    are dropped. None begins anew.
+    """
+
+    def __init__(self, workdir: Path, resumed: int | None):
+        self.path = Path(workdir) / "metrics.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [] if resumed is None else read_metrics(workdir)
+        kept = [line for line in lines if line["step"] <= resumed]
+        self._last = kept[-1]["step"] if kept else -1
+        tmp = self.path.with_name("tmp-metrics.jsonl")
+        with open(tmp, "w") as file:
+            file.writelines(_line(line) for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        tmp.replace(self.path)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 closed in close()
+        self._board = SummaryWriter(
+            str(self.path.parent / "tensorboard"), purge_step=0 if resumed is None else resumed + 1
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one line. Raises ValueError naming a metric that is not finite, or a step out of order.
+
+        Where the disk is full the file stays as it was, and OSError names it.
+        """
+        if step <= self._last:
+            raise ValueError(f"metrics of step {step} after those of step {self._last}")
+        values = {name: _number(step, name, value) for name, value in metrics.items()}
+        data = _line({"step": step, **values}).encode()
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(data)
+            if written != len(data):
+                raise OSError(f"wrote {written} of {len(data)} bytes")
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), size)
+            raise OSError(f"cannot append to {self.path}: {error}") from error
+        self._last = step
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def read_metrics(workdir: Path) -> list[dict]:
+    """The lines of metrics.jsonl in order, without a last line that a kill left torn.
+
+    Raises ValueError naming the first line that is no JSON object with a step.
+    """
+    path = Path(workdir) / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text(errors="replace").split("\n")[:-1]  # what follows the last newline is torn
+    metrics = []
+    for number, line in enumerate(lines, 1):
+        try:
+            metrics.append(json.loads(line))
+            metrics[-1]["step"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}, line {number}: no JSON object with a step: {line[:60]!r}") from None
+    return metrics
+
+
+def _number(step: int, name: str, value: float) -> float | int:
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"step {step}: metric {name} is {value}, expected a finite number")
+    return value
+
+
+def _line(metrics: Mapping[str, float]) -> str:
+    return json.dumps(metrics, sort_keys=True, allow_nan=False) + "\n"

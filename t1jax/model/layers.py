@@ -1,0 +1,170 @@
+"""Norms, rotary positions and gated attention of Qwen3.5-MoE.
+
+Dims: B rows, T tokens, S cached positions, D model, H query heads, G key/value heads, K head dim.
+"""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from t1jax.model.config import ModelConfig
+
+dense_init = nn.initializers.lecun_normal()
+
+
+class Place(NamedTuple):
+    """Where each token of x_BTD stands; the same for all layers.
+
+    positions_BT: of the token in its sequence. segments_BT: 0 = padding, else the sequence's id.
+    runs_BT: `segments` with padding filled by the last sequence before it: whose memory is carried.
+    """
+
+    positions_BT: Array
+    segments_BT: Array
+    runs_BT: Array
+
+    @property
+    def valid_BT(self) -> Array:
+        return self.segments_BT != 0
+
+
+def make_place(positions_BT: Array, segments_BT: Array) -> Place:
+    """Garbage positions under padding become 0. Padding stands between sequences, not inside one."""
+    index_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1])[None, :], segments_BT.shape)
+    last_BT = jax.lax.cummax(jnp.where(segments_BT != 0, index_BT, 0), axis=1)
+    runs_BT = jnp.take_along_axis(segments_BT, last_BT, axis=1)
+    return Place(jnp.where(segments_BT != 0, positions_BT, 0), segments_BT, runs_BT)
+
+
+class RMSNorm(nn.Module):
+    """x_hat * (1 + w) in float32, rounded once: w is 0 at the start."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        w = self.param("scale", nn.initializers.zeros, (x.shape[-1],), self.config.param_dtype)
+        scale = jnp.expand_dims(1.0 + w.astype(jnp.float32), range(x.ndim - 1))
+        return (unit_rms(x, self.config.rms_eps) * scale).astype(x.dtype)
+
+
+class Linear(nn.Module):
+    """x @ kernel, without bias, in the compute dtype."""
+
+    config: ModelConfig
+    features: int
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        shape = (x.shape[-1], self.features)
+        kernel = self.param("kernel", dense_init, shape, self.config.param_dtype)
+        return x @ kernel.astype(x.dtype)
+
+
+class AttentionState(NamedTuple):
+    """Keys and values already read, k_RSGK and v_RSGK; row r holds its first `start_R[r]` positions."""
+
+    k_RSGK: Array
+    v_RSGK: Array
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose output is gated per channel (Qwen3.5 full attention layer)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: Array, place: Place, cache: "tuple[AttentionState, Rows] | None" = None
+    ) -> tuple[Array, AttentionState | None]:
+        """Returns y_BTD, and with `cache` the state after x was written into it."""
+        c = self.config
+        B, T, D = x_BTD.shape
+        q_and_gate = Linear(c, c.num_heads * 2 * c.head_dim, name="q_proj")(x_BTD)
+        q_BTHK, gate_BTHK = jnp.split(q_and_gate.reshape(B, T, c.num_heads, -1), 2, axis=-1)
+        k_BTGK = Linear(c, c.num_kv_heads * c.head_dim, name="k_proj")(x_BTD)
+        v_BTGK = Linear(c, c.num_kv_heads * c.head_dim, name="v_proj")(x_BTD)
+        k_BTGK = k_BTGK.reshape(B, T, c.num_kv_heads, c.head_dim)
+        v_BTGK = v_BTGK.reshape(B, T, c.num_kv_heads, c.head_dim)
+        q_BTHK = rotate(c, RMSNorm(c, name="q_norm")(q_BTHK), place.positions_BT)
+        k_BTGK = rotate(c, RMSNorm(c, name="k_norm")(k_BTGK), place.positions_BT)
+        if cache is None:
+            state = None
+            seen_BTS = place.segments_BT[:, :, None] == place.segments_BT[:, None, :]
+            seen_BTS &= jnp.tri(T, dtype=bool)[None]
+        else:
+            state, rows = cache
+            state, k_BTGK, v_BTGK = write(state, rows, place, k_BTGK, v_BTGK)
+            seen_BTS = jnp.arange(k_BTGK.shape[1])[None, None, :] <= place.positions_BT[:, :, None]
+        y_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, seen_BTS) * jax.nn.sigmoid(gate_BTHK)
+        return Linear(c, D, name="o_proj")(y_BTHK.reshape(B, T, -1)), state
+
+
+class Rows(NamedTuple):
+    """Which cache slots a batch of rows stands for: ids i32[R], or None for every slot in order."""
+
+    ids: Array | None
+
+    def read(self, x: Array) -> Array:
+        return x if self.ids is None else x.at[self.ids].get(mode="clip")
+
+    def write(self, x: Array, new: Array) -> Array:
+        """Puts whole rows; ids outside the cache are dropped."""
+        return new if self.ids is None else x.at[self.ids].set(new, mode="drop")
+
+    def index(self, count: int) -> Array:
+        return jnp.arange(count) if self.ids is None else self.ids
+
+
+def write(
+    state: AttentionState, rows: Rows, place: Place, k_RTGK: Array, v_RTGK: Array
+) -> tuple[AttentionState, Array, Array]:
+    """Stores new keys and values at their positions; returns the state, and k and v of the rows."""
+    slots = state.k_RSGK.shape[1]
+    row_R1 = rows.index(k_RTGK.shape[0])[:, None]
+    position_RT = jnp.where(place.valid_BT, place.positions_BT, slots)  # dropped
+    state = AttentionState(
+        *(
+            old.at[row_R1, position_RT].set(new.astype(old.dtype), mode="drop")
+            for old, new in zip(state, (k_RTGK, v_RTGK), strict=True)
+        )
+    )
+    return state, rows.read(state.k_RSGK), rows.read(state.v_RSGK)
+
+
+def attend(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, seen_BTS: Array) -> Array:
+    """Softmax attention in float32 over the positions that `seen` allows; returns y_BTHK."""
+    B, T, H, K = q_BTHK.shape
+    G = k_BSGK.shape[2]
+    q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K) * K**-0.5
+    s_BGRTS = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BSGK, preferred_element_type=jnp.float32)
+    s_BGRTS = jnp.where(seen_BTS[:, None, None], s_BGRTS, jnp.finfo(jnp.float32).min)
+    p_BGRTS = jax.nn.softmax(s_BGRTS, axis=-1).astype(v_BSGK.dtype)
+    return jnp.einsum("bgrts,bsgk->btgrk", p_BGRTS, v_BSGK).reshape(B, T, H, K)
+
+
+def rotate(config: ModelConfig, x_BTHK: Array, positions_BT: Array) -> Array:
+    """RoPE in halves on the first `rotary_dim` dims of each head; the rest passes."""
+    half = config.rotary_dim // 2
+    if half == 0:
+        return x_BTHK
+    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency[None, None, None, :]
+    cos, sin = jnp.cos(angle).astype(x_BTHK.dtype), jnp.sin(angle).astype(x_BTHK.dtype)
+    a, b, rest = jnp.split(x_BTHK, [half, 2 * half], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+
+def unit_rms(x: Array, eps: float) -> Array:
+    """x in float32, divided by the root of its mean square over the last axis."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def unit_l2(x: Array, eps: float = 1e-6) -> Array:
+    """x in float32, divided by its length over the last axis."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
