@@ -125,7 +125,9 @@ def _check(trajectory: Trajectory, length: int, experts_shape: tuple[int, int]) 
     if trajectory.sampled[0]:
         raise ValueError(f"{name}: its first token is sampled, but nothing comes before it")
     if not trajectory.temperature > 0:
-        raise ValueError(f"{name}: temperature {trajectory.temperature} has no log-probs to train on")
+        raise ValueError(
+            f"{name}: temperature {trajectory.temperature} has no log-probs to train on"
+        )
     if trajectory.experts.shape[1:] != experts_shape:
         raise ValueError(
             f"{name}: experts {trajectory.experts.shape[1:]} (layers, experts a token), "

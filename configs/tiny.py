@@ -1,0 +1,112 @@
+"""A tiny Qwen3.5-MoE policy on generated tasks in the embedded sandbox: minutes on two CPU cores.
+
+    python -m t1jax.sft   --config=configs/tiny.py --workdir=runs/sft        the shipped SFT checkpoint
+    python -m t1jax.train --config=configs/tiny.py --workdir=runs/demo       what launch/demo.sh runs
+    python -m t1jax.train --config=configs/tiny.py:debug --workdir=runs/try  three steps, a minute
+"""
+
+from ml_collections import ConfigDict
+
+from t1jax.experiment import parse_arg
+
+ASSETS = "configs/assets/tiny"
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """`arg` "debug": the same run, small enough to try a change with."""
+    a = parse_arg(arg, debug=False)
+    c = ConfigDict()
+    c.seed = 0
+    c.tokenizer = f"{ASSETS}/tokenizer.json"
+    c.initial_policy = f"{ASSETS}/sft"  # the SFT checkpoint PPO starts from; "" = random weights
+    c.model = dict(
+        vocab_size=512,
+        hidden_size=64,
+        num_layers=4,
+        full_attention_interval=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        delta_k_heads=2,
+        delta_v_heads=4,
+        delta_k_dim=32,
+        delta_v_dim=16,
+        num_experts=8,
+        experts_per_token=2,
+        expert_width=32,
+        shared_width=32,
+        embed_std=1.0,
+    )
+    c.tasks = dict(
+        train="",  # a folder of Harbor tasks; "" = generate `train_count` of them
+        eval="",
+        train_count=2048,
+        eval_count=256,
+        seed=0,
+    )
+    c.episode = dict(
+        protocol="bash",
+        max_turns=6,
+        max_context=256,
+        max_reply=32,
+        command_timeout_s=10.0,
+        agent_timeout_s=60.0,
+        max_output_bytes=10_000,
+    )
+    c.rollout = dict(
+        trials=64,  # a step
+        concurrency=64,
+        max_attempts=3,
+        max_infra_share=0.25,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+    )
+    c.engine = dict(slots=64, prefill_rows=16, prefill_buckets=(16, 96))
+    c.reward = dict(kind="dense", scale=20.0)
+    c.ppo = dict(
+        clip_low=0.2,
+        clip_high=0.2,
+        value_clip=0.2,
+        gamma=1.0,
+        lam=1.0,
+        replay=True,
+        whiten=False,
+        reduction="token",
+        microbatch=64,  # rows
+    )
+    c.actor_optim = dict(learning_rate=4e-4, b1=0.9, b2=0.98, weight_decay=0.1, clip_norm=1.0)
+    c.critic_optim = dict(learning_rate=1.5e-3, b1=0.9, b2=0.98, weight_decay=0.1, clip_norm=1.0)
+    c.train = dict(
+        steps=60,
+        warmup_steps=8,  # critic only, before the first policy update
+        buckets=(256,),  # lengths of the training rows
+        checkpoint_every=10,
+        checkpoint_keep=2,
+        parity_band=1e-4,  # largest engine gap in nats before the run stops
+    )
+    c.evaluate = dict(attempts=1, temperature=1.0, top_p=1.0, top_k=0, before=True, after=True)
+    c.sft = dict(
+        tasks=6144,
+        oracle_share=0.35,  # the rest imitates flawed scripts
+        batch=32,
+        steps=6000,
+        copy_steps=400,  # first: short sequences of names to be copied
+        learning_rate=2e-3,
+        checkpoint_every=500,
+    )
+    if a.debug:
+        c.tasks.update(train_count=64, eval_count=16)
+        c.rollout.update(trials=16, concurrency=16)
+        c.engine.update(slots=16)
+        c.ppo.update(microbatch=16)
+        c.train.update(steps=3, warmup_steps=1, checkpoint_every=1)
+        c.sft.update(tasks=64, batch=16, steps=20, copy_steps=5, checkpoint_every=10)
+    return c
+
+
+def sweep(add) -> None:
+    """What one would vary first."""
+    for seed in (0, 1, 2):
+        for rate in (2e-4, 4e-4, 6e-4):
+            add(**{"seed": seed, "actor_optim.learning_rate": rate})

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Set-up and all tests, exactly as CI runs them.
+#   bash launch/test.sh             everything
+#   bash launch/test.sh --fast      the inner loop: without the tests marked slow
+#   bash launch/test.sh -k moe      further arguments go to pytest
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash launch/setup.sh
+
+arguments=()
+for argument in "$@"; do
+  if [ "$argument" = --fast ]; then arguments+=(-m "not slow"); else arguments+=("$argument"); fi
+done
+
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+exec .venv/bin/python -m pytest "${arguments[@]}"

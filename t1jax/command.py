@@ -1,0 +1,68 @@
+"""How every main starts and how it fails: bad input is one clear line on stderr and exit code 1."""
+
+import errno
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from t1jax.agent.task import TaskError
+from t1jax.checkpoint import CheckpointError
+from t1jax.experiment import ConfigError
+from t1jax.rollout.collect import CollectError
+from t1jax.rollout.store import StoreError
+from t1jax.types import SandboxError
+
+EXPECTED = (ConfigError, TaskError, CheckpointError, CollectError, StoreError, SandboxError, OSError)
+
+
+def define_config_flags() -> tuple[flags.FlagHolder, flags.FlagHolder]:
+    """--config=FILE[:arg] with --config.key=value overrides, and --workdir."""
+    config = config_flags.DEFINE_config_file("config", None, "Experiment file.", lock_config=True)
+    workdir = flags.DEFINE_string("workdir", None, "The run's folder.")
+    flags.mark_flags_as_required(["config", "workdir"])
+    return config, workdir
+
+
+def run(main: Callable[[], None]) -> None:
+    """Parses the flags, runs `main`, and turns what a user can cause into one line and exit code 1."""
+
+    def parse(argv):
+        try:
+            return flags.FLAGS(argv)
+        except flags.Error as error:
+            fail(f"flags: {error}")
+        except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+            fail(f"--config: {error}")
+
+    def guarded(argv):
+        if len(argv) > 1:
+            fail(f"unexpected argument {argv[1]!r}")
+        try:
+            main()
+        except EXPECTED as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                fail(f"the disk is full ({error}): free space and run the same command again")
+            fail(str(error))
+        except KeyboardInterrupt:
+            fail("interrupted; run the same command again to go on from the last checkpoint")
+
+    app.run(guarded, flags_parser=parse)
+
+
+def fail(message: str):
+    """Ends the process with one line on stderr."""
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(1)
+
+
+def workdir_path(name: str) -> Path:
+    """The run's folder, made if need be. Raises ConfigError where a file stands in its place."""
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(f"--workdir={name} is a file, not a folder") from None
+    return path

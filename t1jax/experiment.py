@@ -1,0 +1,224 @@
+"""One run, typed: ConfigDict ends here, below it are frozen dataclasses.
+
+The config file is the only place with values; a key that is missing, misspelt or of the wrong type is
+one ConfigError that names it.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from t1jax.agent.episode import EpisodeLimits
+from t1jax.model.config import ModelConfig
+from t1jax.ppo.optim import OptimConfig
+from t1jax.ppo.step import PPOConfig
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be run: one line naming the key and what is wrong."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskConfig:
+    """Which tasks: folders of Harbor tasks, or "" for `*_count` generated ones."""
+
+    train: str
+    eval: str
+    train_count: int
+    eval_count: int
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeConfig(EpisodeLimits):
+    """The limits of an episode, and how the model speaks: "bash" or "terminus"."""
+
+    protocol: Literal["bash", "terminus"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    trials: int
+    concurrency: int
+    max_attempts: int
+    max_infra_share: float
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    slots: int
+    prefill_rows: int
+    prefill_buckets: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    kind: Literal["dense", "binary", "ratio"]
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    steps: int
+    warmup_steps: int
+    buckets: tuple[int, ...]
+    checkpoint_every: int
+    checkpoint_keep: int
+    parity_band: float
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+    attempts: int
+    temperature: float
+    top_p: float
+    top_k: int
+    before: bool
+    after: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTConfig:
+    tasks: int
+    oracle_share: float
+    batch: int
+    steps: int
+    copy_steps: int
+    learning_rate: float
+    checkpoint_every: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Everything a main needs to know, checked."""
+
+    seed: int
+    tokenizer: str
+    initial_policy: str
+    model: ModelConfig
+    tasks: TaskConfig
+    episode: EpisodeConfig
+    rollout: RolloutConfig
+    engine: EngineConfig
+    reward: RewardConfig
+    ppo: PPOConfig
+    actor_optim: OptimConfig
+    critic_optim: OptimConfig
+    train: TrainConfig
+    evaluate: EvaluateConfig
+    sft: SFTConfig
+
+    def __post_init__(self):
+        if self.rollout.temperature <= 0 or self.rollout.top_p != 1 or self.rollout.top_k:
+            raise ConfigError(
+                "rollout: training needs temperature > 0, top_p = 1 and top_k = 0: the trainer's "
+                "log-probs are those of the whole distribution"
+            )
+        if not self.episode.command_timeout_s < self.episode.agent_timeout_s:
+            raise ConfigError("episode: command_timeout_s must be below agent_timeout_s")
+        if self.rollout.trials % self.ppo.microbatch:
+            raise ConfigError(
+                f"ppo.microbatch={self.ppo.microbatch} must divide rollout.trials={self.rollout.trials}"
+            )
+        if self.episode.max_context > max(self.train.buckets):
+            raise ConfigError(
+                f"episode.max_context={self.episode.max_context} does not fit the largest of "
+                f"train.buckets={self.train.buckets}"
+            )
+        if self.train.warmup_steps > self.train.steps:
+            raise ConfigError("train: warmup_steps exceeds steps")
+
+
+def read_experiment(config: Mapping[str, Any]) -> Experiment:
+    """Types a ConfigDict. Raises ConfigError naming the first key that is unknown, missing or wrong."""
+    return _read(Experiment, dict(config), "")
+
+
+def write_config(config: Mapping[str, Any], workdir: Path) -> None:
+    """Writes `workdir`/config.json, or raises ConfigError if the folder belongs to another configuration."""
+    text = json.dumps(json.loads(config.to_json_best_effort()), indent=1, sort_keys=True) + "\n"
+    path = Path(workdir) / "config.json"
+    if path.exists():
+        old, new = json.loads(path.read_text()), json.loads(text)
+        if old != new:
+            raise ConfigError(
+                f"{workdir} holds a run of another configuration ({_difference(old, new)}); "
+                "choose another --workdir or remove it"
+            )
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name("tmp-config.json")
+    tmp.write_text(text)
+    tmp.replace(path)
+
+
+def parse_arg(arg: str | None, **defaults: bool) -> Any:
+    """Reads "name,name" behind a config file's colon into switches. Raises ValueError for an unknown one."""
+    names = [name for name in (arg or "").split(",") if name]
+    unknown = [name for name in names if name not in defaults]
+    if unknown:
+        raise ValueError(f"unknown config argument {unknown[0]!r}; there are: {', '.join(defaults)}")
+    return types.SimpleNamespace(**{name: name in names for name in defaults})
+
+
+def _read(kind: Any, value: Any, place: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _read_fields(kind, value, place)
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        good = value in args
+    elif origin is tuple:
+        good = isinstance(value, tuple | list) and len(value) > 0
+        return tuple(_read(args[0], x, place) for x in value) if good else _refuse(kind, value, place)
+    elif origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        return _read(next(a for a in args if a is not type(None)), value, place)
+    elif kind is float:
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        value = float(value) if good else value
+    else:
+        good = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+    return value if good else _refuse(kind, value, place)
+
+
+def _read_fields(kind: Any, value: Any, place: str) -> Any:
+    if not isinstance(value, Mapping):
+        _refuse(kind, value, place)
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    unknown = [key for key in value if key not in fields]
+    if unknown:
+        raise ConfigError(f"unknown key {place}{unknown[0]}; there are: {', '.join(fields)}")
+    missing = [
+        name for name, f in fields.items() if name not in value and f.default is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"the configuration lacks {place}{missing[0]}")
+    read = {key: _read(hints[key], item, f"{place}{key}.") for key, item in value.items()}
+    try:
+        return kind(**read)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{place.rstrip('.')}: {error}") from error
+
+
+def _refuse(kind: Any, value: Any, place: str):
+    wanted = getattr(kind, "__name__", str(kind)) if not typing.get_args(kind) else str(kind)
+    raise ConfigError(f"{place.rstrip('.')} = {value!r} is not {wanted}")
+
+
+def _difference(old: Any, new: Any, place: str = "") -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            if old.get(key) != new.get(key):
+                return _difference(old.get(key), new.get(key), f"{place}.{key}".lstrip("."))
+    return f"{place}: {old!r} there, {new!r} here"
