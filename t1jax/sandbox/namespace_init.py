@@ -46,14 +46,13 @@ def _sandbox(control: socket.socket) -> None:
     try:
         spec, _ = wire.receive(control)
         confine.unshare()
-        parent_gone, parent_here = os.pipe()
+        parent = os.pidfd_open(os.getpid())
         pid = os.fork()
         if pid:
             wire.send(control, {"pid": pid})
             os._exit(0)
-        os.close(parent_here)
-        os.read(parent_gone, 1)  # now a child of the fork server, whose death will be ours
-        os.close(parent_gone)
+        select.select([parent], [], [])  # gone: we are the fork server's child, its death will be ours
+        os.close(parent)
         confine.build(spec["disk_mib"])
         os.makedirs(spec["workdir"], exist_ok=True)
         confine.isolate()
