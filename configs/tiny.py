@@ -1,8 +1,8 @@
 """A tiny Qwen3.5-MoE policy on generated tasks in the embedded sandbox: minutes on two CPU cores.
 
-    python -m t1jax.sft   --config=configs/tiny.py --workdir=runs/sft        the shipped SFT checkpoint
-    python -m t1jax.train --config=configs/tiny.py --workdir=runs/demo       what launch/demo.sh runs
-    python -m t1jax.train --config=configs/tiny.py:debug --workdir=runs/try  three steps, a minute
+python -m t1jax.sft   --config=configs/tiny.py --workdir=runs/sft        the shipped SFT checkpoint
+python -m t1jax.train --config=configs/tiny.py --workdir=runs/demo       what launch/demo.sh runs
+python -m t1jax.train --config=configs/tiny.py:debug --workdir=runs/try  three steps, a minute
 """
 
 from ml_collections import ConfigDict
@@ -47,7 +47,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.episode = dict(
         protocol="bash",
         max_turns=6,
-        max_context=256,
+        max_context=192,
         max_reply=32,
         command_timeout_s=10.0,
         agent_timeout_s=60.0,
@@ -75,12 +75,16 @@ def get_config(arg: str = "") -> ConfigDict:
         reduction="token",
         microbatch=64,  # rows
     )
-    c.actor_optim = dict(learning_rate=4e-4, b1=0.9, b2=0.98, weight_decay=0.1, clip_norm=1.0)
-    c.critic_optim = dict(learning_rate=1.5e-3, b1=0.9, b2=0.98, weight_decay=0.1, clip_norm=1.0)
+    c.actor_optim = dict(
+        lr=4e-4, warmup_steps=0, clip_norm=1.0, b1=0.9, b2=0.98, eps=1e-8, weight_decay=0.1
+    )
+    c.critic_optim = dict(
+        lr=1.5e-3, warmup_steps=0, clip_norm=1.0, b1=0.9, b2=0.98, eps=1e-8, weight_decay=0.1
+    )
     c.train = dict(
         steps=60,
         warmup_steps=8,  # critic only, before the first policy update
-        buckets=(256,),  # lengths of the training rows
+        buckets=(144, 192),  # lengths of the training rows
         checkpoint_every=10,
         checkpoint_keep=2,
         parity_band=1e-4,  # largest engine gap in nats before the run stops
@@ -89,9 +93,10 @@ def get_config(arg: str = "") -> ConfigDict:
     c.sft = dict(
         tasks=6144,
         oracle_share=0.35,  # the rest imitates flawed scripts
-        batch=32,
-        steps=6000,
-        copy_steps=400,  # first: short sequences of names to be copied
+        row_length=512,  # tokens a training row, into which trials are packed
+        batch=16,
+        steps=1500,
+        copy_steps=300,  # first: short sequences of names to be copied
         learning_rate=2e-3,
         checkpoint_every=500,
     )
@@ -101,7 +106,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.engine.update(slots=16)
         c.ppo.update(microbatch=16)
         c.train.update(steps=3, warmup_steps=1, checkpoint_every=1)
-        c.sft.update(tasks=64, batch=16, steps=20, copy_steps=5, checkpoint_every=10)
+        c.sft.update(tasks=64, row_length=192, batch=8, steps=20, copy_steps=5, checkpoint_every=10)
     return c
 
 
@@ -109,4 +114,4 @@ def sweep(add) -> None:
     """What one would vary first."""
     for seed in (0, 1, 2):
         for rate in (2e-4, 4e-4, 6e-4):
-            add(**{"seed": seed, "actor_optim.learning_rate": rate})
+            add(**{"seed": seed, "actor_optim.lr": rate})

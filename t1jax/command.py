@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from t1jax.agent.task import TaskError
@@ -15,7 +15,15 @@ from t1jax.rollout.collect import CollectError
 from t1jax.rollout.store import StoreError
 from t1jax.types import SandboxError
 
-EXPECTED = (ConfigError, TaskError, CheckpointError, CollectError, StoreError, SandboxError, OSError)
+EXPECTED = (
+    ConfigError,
+    TaskError,
+    CheckpointError,
+    CollectError,
+    StoreError,
+    SandboxError,
+    OSError,
+)
 
 
 def define_config_flags() -> tuple[flags.FlagHolder, flags.FlagHolder]:
@@ -38,6 +46,7 @@ def run(main: Callable[[], None]) -> None:
             fail(f"--config: {error}")
 
     def guarded(argv):
+        logging.set_verbosity(logging.WARNING)  # Orbax tells a lot
         if len(argv) > 1:
             fail(f"unexpected argument {argv[1]!r}")
         try:

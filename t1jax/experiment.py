@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from ml_collections import ConfigDict
+
 from t1jax.agent.episode import EpisodeLimits
 from t1jax.model.config import ModelConfig
 from t1jax.ppo.optim import OptimConfig
@@ -88,6 +90,7 @@ class EvaluateConfig:
 class SFTConfig:
     tasks: int
     oracle_share: float
+    row_length: int
     batch: int
     steps: int
     copy_steps: int
@@ -136,12 +139,12 @@ class Experiment:
             raise ConfigError("train: warmup_steps exceeds steps")
 
 
-def read_experiment(config: Mapping[str, Any]) -> Experiment:
+def read_experiment(config: ConfigDict) -> Experiment:
     """Types a ConfigDict. Raises ConfigError naming the first key that is unknown, missing or wrong."""
-    return _read(Experiment, dict(config), "")
+    return _read(Experiment, config.to_dict(), "")
 
 
-def write_config(config: Mapping[str, Any], workdir: Path) -> None:
+def write_config(config: ConfigDict, workdir: Path) -> None:
     """Writes `workdir`/config.json, or raises ConfigError if the folder belongs to another configuration."""
     text = json.dumps(json.loads(config.to_json_best_effort()), indent=1, sort_keys=True) + "\n"
     path = Path(workdir) / "config.json"
@@ -164,7 +167,9 @@ def parse_arg(arg: str | None, **defaults: bool) -> Any:
     names = [name for name in (arg or "").split(",") if name]
     unknown = [name for name in names if name not in defaults]
     if unknown:
-        raise ValueError(f"unknown config argument {unknown[0]!r}; there are: {', '.join(defaults)}")
+        raise ValueError(
+            f"unknown config argument {unknown[0]!r}; there are: {', '.join(defaults)}"
+        )
     return types.SimpleNamespace(**{name: name in names for name in defaults})
 
 
@@ -176,7 +181,9 @@ def _read(kind: Any, value: Any, place: str) -> Any:
         good = value in args
     elif origin is tuple:
         good = isinstance(value, tuple | list) and len(value) > 0
-        return tuple(_read(args[0], x, place) for x in value) if good else _refuse(kind, value, place)
+        return (
+            tuple(_read(args[0], x, place) for x in value) if good else _refuse(kind, value, place)
+        )
     elif origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None

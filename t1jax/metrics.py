@@ -71,14 +71,18 @@ def read_metrics(workdir: Path) -> list[dict]:
     path = Path(workdir) / "metrics.jsonl"
     if not path.exists():
         return []
-    lines = path.read_text(errors="replace").split("\n")[:-1]  # what follows the last newline is torn
+    lines = path.read_text(errors="replace").split("\n")[
+        :-1
+    ]  # what follows the last newline is torn
     metrics = []
     for number, line in enumerate(lines, 1):
         try:
             metrics.append(json.loads(line))
             metrics[-1]["step"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}, line {number}: no JSON object with a step: {line[:60]!r}") from None
+            raise ValueError(
+                f"{path}, line {number}: no JSON object with a step: {line[:60]!r}"
+            ) from None
     return metrics
 
 

@@ -1,6 +1,6 @@
 """Writes generated task folders.
 
-    python -m t1jax.tasks --out=tasks/eval --split=eval --count=128 --seed=0
+python -m t1jax.tasks --out=tasks/eval --split=eval --count=128 --seed=0
 """
 
 from pathlib import Path

@@ -132,7 +132,10 @@ def cleanup(rng: random.Random) -> Instance:
     return Instance(
         "cleanup",
         f"Run make on {a} to get {b} , try it , then leave only {b} .",
-        {a: f"{x}\n", "make": f'read word < "$1"\necho "echo $word " > "$2"\nls > {c}\necho left {c}\n'},
+        {
+            a: f"{x}\n",
+            "make": f'read word < "$1"\necho "echo $word " > "$2"\nls > {c}\necho left {c}\n',
+        },
         _holds(b, program) | _prints(b, x) | _gone("make") | _gone(a) | _gone(c) | _only(b),
         (make, attempt, remove),
         ((make, attempt), (make, attempt, f"rm make {a}"), (make, attempt, f"rm {c}"), (make,)),

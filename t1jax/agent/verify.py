@@ -116,7 +116,9 @@ def read_reward(reward_json: bytes | None, reward_txt: bytes | None) -> float | 
         numbers = {name: _finite(number) for name, number in value.items()}
         if not numbers:
             raise ValueError("reward.json is empty")
-        return _unit(numbers["reward"]) if "reward" in numbers else min(map(_unit, numbers.values()))
+        return (
+            _unit(numbers["reward"]) if "reward" in numbers else min(map(_unit, numbers.values()))
+        )
     if reward_txt is not None:
         return _unit(_finite(float(reward_txt.decode("ascii"))))
     return None

@@ -68,7 +68,9 @@ class DeltaNet(nn.Module):
         g_BTH = -jnp.exp(a_log_H)[None, None] * jax.nn.softplus(a_BTH + dt_bias_H[None, None])
 
         # A padding token leaves the memory as it is: nothing decays, nothing is written.
-        k_BTHK, v_BTHV = (jnp.where(place.valid_BT[..., None, None], h, 0) for h in (k_BTHK, v_BTHV))
+        k_BTHK, v_BTHV = (
+            jnp.where(place.valid_BT[..., None, None], h, 0) for h in (k_BTHK, v_BTHV)
+        )
         beta_BTH, g_BTH = (jnp.where(place.valid_BT[..., None], h, 0) for h in (beta_BTH, g_BTH))
         if T == 1:
             rule = delta_step

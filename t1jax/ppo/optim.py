@@ -72,7 +72,7 @@ def make_update(loss: Callable, optimizer: optax.GradientTransformation, rows: i
 
     def update(params, opt_state, inputs):
         value, grads, aux = microbatch.value_and_grad(loss, params, inputs, rows)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         updates, stepped = optimizer.update(grads, opt_state, params)
         new = (optax.apply_updates(params, updates), stepped)

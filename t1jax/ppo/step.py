@@ -55,7 +55,7 @@ class TrainState:
     behaviour: Any
     actor_opt: Any
     critic_opt: Any
-    rng: jax.Array
+    rng: jax.Array  # u32[2], the data of a key
 
 
 def init_state(
@@ -74,7 +74,7 @@ def init_state(
         behaviour=_copy(policy),
         actor_opt=actor_optimizer.init(actor),
         critic_opt=critic_optimizer.init(critic),
-        rng=key,
+        rng=jax.random.key_data(key),
     )
 
 

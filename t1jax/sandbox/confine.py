@@ -21,11 +21,18 @@ RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 409
 DETACH = 2
 NEW_USER, NEW_REST = 0x10000000, 0x20000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 MOUNT_SETATTR, CAPSET, PIVOT_ROOT = 442, 126, 155  # system calls without a wrapper in libc
-DAC_OVERRIDE, SYS_PTRACE = 1, 19  # what the supervisor keeps: reach every file and see every process
+DAC_OVERRIDE, SYS_PTRACE = (
+    1,
+    19,
+)  # what the supervisor keeps: reach every file and see every process
 MIB = 1 << 20
 
 ROOT = "/tmp"  # where the new root is put together, inside the new mount namespace
-HARNESS = ("tests", "logs", "solution")  # own file systems: a full disk of the agent's cannot stop the verifier
+HARNESS = (
+    "tests",
+    "logs",
+    "solution",
+)  # own file systems: a full disk of the agent's cannot stop the verifier
 HARNESS_MIB = 64
 FOLDERS = (
     "usr proc dev dev/shm dev/pts etc home media mnt opt run srv tmp var var/log var/tmp root app"
@@ -58,7 +65,9 @@ def drop_root() -> None:
 def unshare() -> None:
     """New user, mount, pid (for children), network, IPC and UTS namespaces, as root of the first."""
     uid, gid = os.getuid(), os.getgid()
-    _call("dumpable", LIBC.prctl(4, 1, 0, 0, 0))  # /proc/self must be ours while the maps are written
+    _call(
+        "dumpable", LIBC.prctl(4, 1, 0, 0, 0)
+    )  # /proc/self must be ours while the maps are written
     _call("user namespace", LIBC.unshare(NEW_USER))
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         with _step(f"{name} of the user namespace"), open(f"/proc/self/{name}", "w") as file:
@@ -104,7 +113,10 @@ def build(disk_mib: int) -> None:
         os.symlink(f"/proc/self/fd/{number}", f"{ROOT}/dev/{name}")
     # hidepid: the supervisor is not dumpable, so nobody inside even sees it
     _mount("proc", f"{ROOT}/proc", "proc", NOSUID | NODEV | NOEXEC, "hidepid=2")
-    with _step("nested user namespaces off"), open(f"{ROOT}/proc/sys/user/max_user_namespaces", "w") as f:
+    with (
+        _step("nested user namespaces off"),
+        open(f"{ROOT}/proc/sys/user/max_user_namespaces", "w") as f,
+    ):
         f.write("0")
     _mount(None, f"{ROOT}/proc", None, BIND | REMOUNT | RDONLY | NOSUID | NODEV | NOEXEC)
     os.chdir(ROOT)
@@ -189,7 +201,11 @@ def _read_only(path: str) -> None:
     """Binds a host path with all mounted below it, read-only, at the same place of the new root."""
     target = ROOT + path
     _mount(path, target, None, BIND | REC)
-    attributes = struct.pack("4Q", RDONLY | NOSUID | NODEV, 0, 0, 0)  # the same bits as MOUNT_ATTR_*
+    attributes = struct.pack(
+        "4Q", RDONLY | NOSUID | NODEV, 0, 0, 0
+    )  # the same bits as MOUNT_ATTR_*
     recursive, here = 0x8000, -100
-    result = LIBC.syscall(MOUNT_SETATTR, here, target.encode(), recursive, attributes, len(attributes))
+    result = LIBC.syscall(
+        MOUNT_SETATTR, here, target.encode(), recursive, attributes, len(attributes)
+    )
     _call(f"read-only {path} (needs Linux >= 5.12)", result)

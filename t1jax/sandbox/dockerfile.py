@@ -195,7 +195,9 @@ def _copies(rest, env, workdir, folders, environment: Path, refuse) -> list[Copy
     *patterns, target = words
     into = target.endswith("/") or _join(workdir, target) in folders
     target = _join(workdir, target)
-    if target.startswith(READ_ONLY) and (target + "/").startswith(tuple(f + "/" for f in READ_ONLY)):
+    if target.startswith(READ_ONLY) and (target + "/").startswith(
+        tuple(f + "/" for f in READ_ONLY)
+    ):
         refuse(f"COPY to {target}, which is read-only or the system's,")
     sources = [path for pattern in patterns for path in _sources(pattern, environment, refuse)]
     into = into or len(sources) > 1

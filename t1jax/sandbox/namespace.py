@@ -83,9 +83,7 @@ class NamespaceSandbox:
     ) -> ExecResult:
         """Runs a program with exactly this environment, in `cwd` (None: the work folder; gone: /)."""
         message = {"op": "execute", "argv": argv, "env": dict(env), "cwd": cwd}
-        answer, data = await self._call(
-            {**message, "seconds": timeout_s}, b"", timeout_s + GRACE_S
-        )
+        answer, data = await self._call({**message, "seconds": timeout_s}, b"", timeout_s + GRACE_S)
         return ExecResult(output=data.decode(), **answer)
 
     async def put(self, path: str, source: Path) -> None:
@@ -170,7 +168,9 @@ class NamespaceSandbox:
             exchange = asyncio.ensure_future(self._exchange(message, payload, seconds))
             try:
                 answer, data = await asyncio.shield(exchange)
-            except asyncio.CancelledError:  # ends the command inside, so that the next call finds order
+            except (
+                asyncio.CancelledError
+            ):  # ends the command inside, so that the next call finds order
                 self._writer.write(wire.pack({"op": "interrupt"}))
                 await asyncio.wait([exchange], timeout=GRACE_S)
                 raise

@@ -91,7 +91,12 @@ ONLY_ONESELF = {
 }
 
 SOCKET, CLONE, CLONE3 = 41, 56, 435
-FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink: vsock leaves a virtual machine, the rest is attack surface
+FAMILIES = (
+    1,
+    2,
+    10,
+    16,
+)  # unix, inet, inet6, netlink: vsock leaves a virtual machine, the rest is attack surface
 NEW_NAMESPACE = 0x7E020000  # every CLONE_NEW* flag of clone()
 
 X86_64 = 0xC000003E

@@ -43,7 +43,9 @@ class Supervisor:
         self._interrupted = False
         self._wake = _wake_on_child()
         for name in ("SIGINT", "SIGPIPE", "SIGXFSZ"):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)  # process 1 ignores what is default
+            signal.signal(
+                getattr(signal, name), signal.SIG_DFL
+            )  # process 1 ignores what is default
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
     def serve(self) -> None:
@@ -109,10 +111,10 @@ class Supervisor:
         reading, writing = os.pipe()
         try:
             with open("/dev/null", "rb") as nothing, open(writing, "wb"):
-                pid = self._spawn(argv, env, cwd or self._spec["workdir"], nothing.fileno(), writing)
-            code = self._collect(
-                reading, lambda: self._exited.get(pid), output, started + seconds
-            )
+                pid = self._spawn(
+                    argv, env, cwd or self._spec["workdir"], nothing.fileno(), writing
+                )
+            code = self._collect(reading, lambda: self._exited.get(pid), output, started + seconds)
             note = ""
             if code is None:
                 self._kill(before)

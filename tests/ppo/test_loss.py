@@ -51,7 +51,7 @@ def test_rows_without_samples_take_no_share():
 
 
 def test_unknown_reduction():
-    with pytest.raises(ValueError, match="'mean'.*'token' or 'trajectory'"):
+    with pytest.raises(ValueError, match=r"'mean'.*'token' or 'trajectory'"):
         loss_weights(SAMPLED, "mean")
 
 

@@ -1,0 +1,114 @@
+"""Concurrent trials: start a sandbox, run the episode, verify, reward; refill what infrastructure broke."""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+
+from t1jax.agent.action import Protocol
+from t1jax.agent.chat import Chat
+from t1jax.agent.episode import EpisodeLimits, run_episode
+from t1jax.agent.verify import reward, verify
+from t1jax.types import Sampler, Sandbox, SandboxError, Task, Trajectory
+
+
+class CollectError(RuntimeError):
+    """Too many trials failed in the infrastructure to train on the rest: one line with the first cause."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One attempt at a task. `number` is unique in the run and keys the sampling randomness."""
+
+    task: Task
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectConfig:
+    """How trials are run; `reward_kind` and `reward_scale` as in agent/verify.py."""
+
+    protocol: Protocol
+    limits: EpisodeLimits
+    temperature: float
+    reward_kind: str
+    reward_scale: float
+    concurrency: int  # sandboxes at a time
+    max_attempts: int  # of one trial
+    max_infra_share: float  # of attempts; above it the step is given up
+
+
+async def collect(
+    trials: Sequence[Trial],
+    make_sandbox: Callable[[Task], Awaitable[Sandbox]],
+    sampler: Sampler,
+    chat: Chat,
+    config: CollectConfig,
+    progress: Callable[[Trajectory], None] = lambda trajectory: None,
+) -> list[Trajectory]:
+    """Runs all trials; returns their trajectories in the order of `trials`, each with a reward.
+
+    An attempt that fails in the infrastructure is made again; its tokens are dropped. Raises CollectError
+    when a trial fails `max_attempts` times, or more than `max_infra_share` of all attempts do. The first
+    exception of any kind ends the rest.
+    """
+    places = asyncio.Semaphore(config.concurrency)
+    failures: list[str] = []
+
+    async def finish(trial: Trial) -> Trajectory:
+        for attempt in range(config.max_attempts):
+            async with places:
+                trajectory = await run_trial(trial, attempt, make_sandbox, sampler, chat, config)
+            if trajectory.reward is not None:
+                progress(trajectory)
+                return trajectory
+            failures.append(trajectory.cause)
+            if len(failures) > config.max_infra_share * len(trials):
+                break
+        raise CollectError(
+            f"{len(failures)} of {len(trials)} trials failed in the infrastructure, trial "
+            f"{trial.number} ({trial.task.name}) last: {trajectory.cause}"
+        )
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(finish(trial)) for trial in trials]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def run_trial(
+    trial: Trial,
+    attempt: int,
+    make_sandbox: Callable[[Task], Awaitable[Sandbox]],
+    sampler: Sampler,
+    chat: Chat,
+    config: CollectConfig,
+) -> Trajectory:
+    """One attempt at one task, verified also where a limit ended it; reward None where there is no outcome."""
+    arguments = (trial.number, attempt, config.temperature)
+    try:
+        sandbox = await make_sandbox(trial.task)
+    except SandboxError as error:
+        return _without_start(trial.task, *arguments, str(error))
+    try:
+        trajectory = await run_episode(
+            trial.task, sandbox, sampler, chat, config.limits, config.protocol, *arguments
+        )
+        if trajectory.status == "infra" or not trajectory.turns:
+            return trajectory
+        verdict = await verify(trial.task, sandbox)
+    finally:
+        await sandbox.close()
+    value = reward(verdict, config.reward_kind, config.reward_scale)
+    cause = trajectory.cause if value is not None else f"verifier: {verdict.cause}"
+    return dataclasses.replace(trajectory, verdict=verdict, reward=value, cause=cause)
+
+
+def _without_start(task: Task, number: int, attempt: int, temperature: float, cause: str):
+    nothing = np.zeros((0, 0, 0), np.uint8)
+    return Trajectory(
+        task.name, task.family, number, attempt, 0, (), nothing, "infra", cause, temperature
+    )

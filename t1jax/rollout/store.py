@@ -1,0 +1,5 @@
+"""(placeholder until written)"""
+
+
+class StoreError(RuntimeError):
+    pass

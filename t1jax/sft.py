@@ -1,0 +1,225 @@
+"""Supervised warm start: imitates scripted trials, most of them flawed, run in real sandboxes.
+
+    python -m t1jax.sft --config=configs/tiny.py --workdir=runs/sft
+
+First short copying exercises (a small model learns to copy names from its prompt only slowly otherwise),
+then the trials. The weights end up in WORKDIR/policy, the record of how they came to be beside them.
+"""
+
+import asyncio
+import itertools
+import json
+import random
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import grain
+import jax
+import numpy as np
+import optax
+from absl import flags
+from ml_collections import config_flags
+
+from t1jax import command
+from t1jax.agent.action import SYSTEM
+from t1jax.agent.chat import Chat
+from t1jax.agent.families import NAMES, Script
+from t1jax.agent.generate import generate, instances
+from t1jax.agent.task import load_tasks
+from t1jax.checkpoint import Checkpoints, save_params
+from t1jax.experiment import Experiment, read_experiment, write_config
+from t1jax.metrics import MetricsWriter
+from t1jax.model.lm import init_policy
+from t1jax.ppo.imitate import Examples, make_imitate_step
+from t1jax.ppo.optim import decays
+from t1jax.rollout.collect import CollectConfig, Trial, collect
+from t1jax.sandbox.namespace import NamespaceSandbox
+from t1jax.types import Sampled
+
+CONFIG, WORKDIR = command.define_config_flags()
+
+WARMUP = 100  # steps of a rising learning rate
+FLOOR = 0.05  # of the learning rate, reached at the last step
+MAX_COPIES = 6
+
+
+class Stream(NamedTuple):
+    """tokens i32[N] and which of them to imitate, bool[N]."""
+
+    tokens: np.ndarray
+    imitated: np.ndarray
+
+
+class ScriptSampler:
+    """A sampler that replies with a script's commands, one a turn, then submits."""
+
+    def __init__(self, chat: Chat, scripts: dict[int, Script]):
+        self._chat, self._scripts = chat, scripts
+
+    async def sample(self, trial, turn, tokens, experts_start, max_new) -> Sampled:
+        script = self._scripts[trial]
+        text = f"```bash\n{script[turn]}\n```" if turn < len(script) else "```submit\n```"
+        ids = self._chat.reply(text)
+        rows = len(tokens) + len(ids) - 1 - experts_start
+        return Sampled(
+            ids=ids,
+            logprobs=np.zeros(len(ids), np.float32),
+            experts=np.zeros((rows, 1, 1), np.uint8),
+            experts_start=experts_start,
+            finish="stop",
+            version=0,
+            seconds=0.0,
+        )
+
+    async def release(self, trial) -> None:
+        pass
+
+
+def choose_scripts(experiment: Experiment) -> list[Script]:
+    """The script to imitate for each SFT task: the oracle's with `oracle_share`, else a flawed one."""
+    rng = random.Random(f"t1jax scripts {experiment.seed}")
+    scripts = []
+    for instance in itertools.islice(
+        instances("train", experiment.tasks.seed), experiment.sft.tasks
+    ):
+        oracle = rng.random() < experiment.sft.oracle_share
+        scripts.append(instance.solution if oracle else rng.choice(instance.flawed))
+    return scripts
+
+
+def run_scripts(experiment: Experiment, chat: Chat, workdir: Path) -> tuple[list[Stream], float]:
+    """Runs the scripts in sandboxes; returns their streams and the share of them that resolved."""
+    generate(workdir / "tasks", "train", experiment.sft.tasks, experiment.tasks.seed)
+    tasks = load_tasks(workdir / "tasks")
+    sampler = ScriptSampler(chat, dict(enumerate(choose_scripts(experiment))))
+    config = CollectConfig(
+        protocol="bash",
+        limits=experiment.episode,
+        temperature=1.0,
+        reward_kind="binary",
+        reward_scale=1.0,
+        concurrency=16,
+        max_attempts=3,
+        max_infra_share=experiment.rollout.max_infra_share,
+    )
+    trials = [Trial(task, number) for number, task in enumerate(tasks)]
+    done = asyncio.run(collect(trials, NamespaceSandbox.start, sampler, chat, config))
+    unfinished = [t for t in done if t.status != "submitted"]
+    if unfinished:
+        raise ValueError(f"script of {unfinished[0].task} ended as {unfinished[0].status}")
+    resolved = sum(t.resolved for t in done) / len(done)
+    return [Stream(t.tokens, t.sampled) for t in done], resolved
+
+
+def copy_exercises(chat: Chat, count: int, seed: int) -> list[Stream]:
+    """Prompts of one to six names, and a reply that repeats them."""
+    rng = random.Random(f"t1jax copies {seed}")
+    sequences = []
+    for _ in range(count):
+        text = "".join(f" {name}" for name in rng.sample(NAMES, rng.randint(1, MAX_COPIES)))
+        prompt, reply = chat.opening(SYSTEM["bash"], text), chat.reply(text)
+        tokens = np.concatenate([prompt, reply])
+        sequences.append(Stream(tokens, np.arange(len(tokens)) >= len(prompt)))
+    return sequences
+
+
+def pack(sequences: Iterable[Stream], length: int) -> list[Examples]:
+    """Rows of `length` tokens that hold as many whole sequences as fit, in order, as segments 1, 2, ..."""
+    rows, row, used = [], None, length + 1
+    for tokens, imitated in sequences:
+        n = len(tokens)
+        if n > length:
+            raise ValueError(f"a sequence of {n} tokens does not fit rows of {length}")
+        if used + n > length:
+            row = Examples(
+                *(np.zeros(length, t) for t in (np.int32, np.int32, np.int32, np.float32))
+            )
+            rows.append(row)
+            used = segment = 0
+        place, segment = slice(used, used + n), segment + 1
+        row.tokens[place], row.positions[place] = tokens, np.arange(n)
+        row.segments[place], row.weights[place] = segment, imitated
+        used += n
+    return rows
+
+
+def batches(rows: Sequence[Examples], size: int, seed: int) -> grain.MapDataset:
+    """Batch number i, for any i: the rows in an order drawn anew each epoch."""
+    if len(rows) < size:
+        raise ValueError(f"{len(rows)} rows of examples do not fill a batch of {size}")
+    return grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(size)
+
+
+def sft(experiment: Experiment, workdir: Path) -> dict:
+    """Trains and writes WORKDIR/policy; returns the record."""
+    started, c = time.time(), experiment.sft
+    chat = Chat(experiment.tokenizer)
+    length = c.row_length
+    copies = pack(copy_exercises(chat, 100 * c.batch, experiment.seed), length)
+    sequences, oracle_resolved = run_scripts(experiment, chat, workdir)
+    print(f"{len(sequences)} trials run in {time.time() - started:.0f} s", file=sys.stderr)
+    phases = [
+        (c.copy_steps, batches(copies, c.batch, experiment.seed)),
+        (c.steps, batches(pack(sequences, length), c.batch, experiment.seed + 1)),
+    ]
+    total = c.copy_steps + c.steps
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, c.learning_rate, min(WARMUP, total - 1), total, c.learning_rate * FLOOR
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, b1=0.9, b2=0.98, weight_decay=0.1, mask=decays),
+    )
+    step_fn = make_imitate_step(experiment.model, optimizer, c.batch)
+
+    params = init_policy(experiment.model, jax.random.key(experiment.seed))
+    opt_state = jax.jit(optimizer.init)(params)
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
+    found = checkpoints.restore((params, opt_state))
+    begin = found.step if found else 0
+    if found:
+        params, opt_state = found.state
+    writer = MetricsWriter(workdir, begin - 1 if found else None)
+    for step in range(begin, total):
+        copying = step < phases[0][0]
+        examples = phases[0][1][step] if copying else phases[1][1][step - phases[0][0]]
+        params, opt_state, metrics = step_fn(params, opt_state, examples)
+        if step % 20 == 0 or step + 1 == total:
+            values = {f"sft/{name}": float(value) for name, value in metrics.items()}
+            values |= {"sft/copying": int(copying), "time/elapsed_s": time.time() - started}
+            writer.write(step, values)
+            print(
+                f"step {step}/{total}  loss {values['sft/loss']:.4f}", file=sys.stderr, flush=True
+            )
+        if (step + 1) % c.checkpoint_every == 0 and step + 1 < total:
+            checkpoints.save(step + 1, (params, opt_state), {})
+    writer.close()
+    save_params(workdir / "policy", params)
+    record = {
+        "command": f"python -m t1jax.sft --config={config_flags.get_config_filename(flags.FLAGS['config'])}",
+        "seed": experiment.seed,
+        "task_seed": experiment.tasks.seed,
+        "tasks": c.tasks,
+        "scripts_resolved": oracle_resolved,
+        "steps": total,
+        "tokens": total * c.batch * length,
+        "parameters": sum(x.size for x in jax.tree.leaves(params)),
+        "loss": values["sft/loss"],
+        "seconds": round(time.time() - started),
+    }
+    (workdir / "SFT.json").write_text(json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def main() -> None:
+    experiment = read_experiment(CONFIG.value)
+    workdir = command.workdir_path(WORKDIR.value)
+    write_config(CONFIG.value, workdir)
+    print(json.dumps(sft(experiment, workdir)))
+
+
+if __name__ == "__main__":
+    command.run(main)
