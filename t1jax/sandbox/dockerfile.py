@@ -33,6 +33,13 @@ class Copy:
 
 
 @dataclasses.dataclass(frozen=True)
+class Folder:
+    """A folder is made, with its parents."""
+
+    target: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """A program runs in `workdir` with the variables set so far."""
 
@@ -45,7 +52,7 @@ class Run:
 class Plan:
     """What a Dockerfile asks for, in order; `workdir` None where it names none."""
 
-    steps: tuple[Copy | Run, ...]
+    steps: tuple[Copy | Folder | Run, ...]
     env: Mapping[str, str]
     workdir: str | None
 
@@ -83,7 +90,7 @@ def parse(text: str, environment: Path) -> Plan:
         elif name == "WORKDIR":
             workdir = _join(workdir, _expand(rest.strip(), env))
             folders.add(workdir)
-            steps.append(Run(("mkdir", "-p", workdir), {}, "/"))
+            steps.append(Folder(workdir))
         elif name == "ENV":
             env = {**env, **_variables(rest, env, refuse)}
         elif name == "COPY":

@@ -149,6 +149,10 @@ class NamespaceSandbox:
     async def _apply(self, plan: dockerfile.Plan, seconds: float) -> None:
         """Carries out the Dockerfile's steps."""
         for step in plan.steps:
+            if isinstance(step, dockerfile.Folder):
+                folder = ["", "folder", 0o755, 0]
+                await self._call({"op": "put", "path": step.target, "entries": [folder]})
+                continue
             if isinstance(step, dockerfile.Copy):
                 await self.put(step.target, step.source)
                 continue

@@ -31,12 +31,13 @@ def main(requests: socket.socket, host: int) -> None:
     for fd in (requests.fileno(), host_exit):
         poll.register(fd, select.POLLIN)
     while not any(fd == host_exit for fd, _ in poll.poll()):
-        message, fds, _, _ = socket.recv_fds(requests, 16, 1, socket.MSG_CMSG_CLOEXEC)
+        message, fds, _, _ = socket.recv_fds(requests, 16, 1)
         if not message:
             return
         if os.fork() == 0:
             requests.close()
             os.close(host_exit)
+            os.set_inheritable(fds[0], False)
             _sandbox(socket.socket(fileno=fds[0]))
         os.close(fds[0])
 

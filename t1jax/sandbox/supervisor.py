@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import os
 import select
-import shlex
 import signal
 import socket
 import struct
@@ -37,6 +36,7 @@ class Supervisor:
         self._number = 0
         self._said = b""
         self._unsent = b""
+        self._last_code = 0
         self._started: set[int] = set()  # by this process itself, and running
         self._exited: dict[int, int] = {}  # exit codes of those, 128 + signal for killed ones
         self._ended = False
@@ -84,12 +84,7 @@ class Supervisor:
             self._start_shell(self._spec["workdir"])
         before = _processes()
         self._number += 1
-        command = shlex.quote(payload.replace(b"\0", b"").decode("utf-8", "surrogateescape"))
-        script = (
-            f"LINENO=0; eval {command} </dev/null\n"
-            f"{{ builtin printf '%s %s\\n' {self._number} $?; }} >&0 2>/dev/null\n"
-        )
-        self._unsent, self._said = script.encode("utf-8", "surrogateescape"), b""
+        self._unsent, self._said = _script(payload, self._number, self._last_code), b""
         code = self._collect(self._pipe[0], self._status, output, started + seconds)
         note = ""
         if code is None or self._shell in self._exited:
@@ -102,6 +97,8 @@ class Supervisor:
                 note = f"timed out after {seconds:g} s, its processes were killed; "
             self._start_shell(folder)
             note = f"[{note}the shell was started again]"
+        else:
+            self._last_code = code
         return _result(code, output, started, note)
 
     def _execute(self, payload: bytes, argv: list, env: dict, cwd: str | None, seconds: float):
@@ -150,7 +147,7 @@ class Supervisor:
             self._channel.close()
         self._channel, inner = socket.socketpair()
         self._channel.setblocking(False)
-        self._unsent = b""
+        self._unsent, self._last_code = b"", 0
         with inner:
             self._shell = self._spawn(
                 SHELL, self._spec["env"], folder, inner.fileno(), self._pipe[1]
@@ -166,6 +163,7 @@ class Supervisor:
             os.setsid()
             for number, fd in enumerate((stdin, out, out)):
                 os.dup2(fd, number)
+            os.closerange(3, 1 << 16)
             signal.set_wakeup_fd(-1)
             for name in (signal.SIGPIPE, signal.SIGCHLD):
                 signal.signal(name, signal.SIG_DFL)
@@ -281,6 +279,15 @@ class Supervisor:
             self._reap()
             time.sleep(0.0005)
         return False
+
+
+def _script(command: bytes, number: int, last_code: int) -> bytes:
+    """One line for bash: `$?` as the command before left it, the command, its number and exit code back."""
+    for plain, quoted in ((b"\0", b""), (b"\\", b"\\\\"), (b"'", b"\\'"), (b"\n", b"\\n")):
+        command = command.replace(plain, quoted)
+    before = b"(exit %d); " % last_code if last_code else b""
+    report = b"{ builtin printf '%%d %%d\\n' %d $?; } >&0 2>/dev/null" % number
+    return before + b"eval $'" + command + b"' </dev/null; " + report + b"\n"
 
 
 def _result(code: int | None, output: Output, started: float, note: str):
