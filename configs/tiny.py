@@ -73,7 +73,7 @@ def get_config(arg: str = "") -> ConfigDict:
         replay=True,
         whiten=False,
         reduction="token",
-        microbatch=64,  # rows
+        microbatch=16,  # rows
     )
     c.actor_optim = dict(
         lr=4e-4, warmup_steps=0, clip_norm=1.0, b1=0.9, b2=0.98, eps=1e-8, weight_decay=0.1
@@ -93,11 +93,11 @@ def get_config(arg: str = "") -> ConfigDict:
     c.sft = dict(
         tasks=6144,
         oracle_share=0.35,  # the rest imitates flawed scripts
-        row_length=512,  # tokens a training row, into which trials are packed
-        batch=16,
-        steps=1500,
-        copy_steps=300,  # first: short sequences of names to be copied
-        learning_rate=2e-3,
+        row_length=256,  # tokens a training row, into which trials are packed
+        batch=32,
+        steps=1000,
+        copy_steps=200,  # first: short sequences of names to be copied
+        learning_rate=3e-3,
         checkpoint_every=500,
     )
     if a.debug:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from t1jax.model.config import ModelConfig
@@ -25,11 +26,17 @@ PATIENCE = 8  # decode steps a waiting request may see before it is prefilled in
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; training needs top_p 1 and top_k 0."""
+    """How tokens are chosen; training needs top_p 1 and top_k 0. Raises ValueError for greedy decoding."""
 
     temperature: float
     top_p: float
     top_k: int
+
+    def __post_init__(self):
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature {self.temperature} is not positive: log-probs mean nothing"
+            )
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,8 +74,8 @@ class JaxSampler:
     """Implements types.Sampler. One worker thread owns the device; call `load` before the first sample.
 
     `slots` streams of at most `max_len` tokens stay cached between the turns of a trial. Prefill runs in
-    calls of [prefill_rows, bucket]; longer prompts take several. `rebuilt` counts tokens that had to be
-    read again because a caller's stream did not continue what was sampled or its slot had been given away.
+    calls of [prefill_rows, bucket]; longer prompts take several. `drifted` counts cached tokens that a
+    caller's stream did not repeat: 0 where token ids are kept (TITO).
     """
 
     def __init__(
@@ -94,9 +101,7 @@ class JaxSampler:
         self._params = self._error = None
         self._clock, self._closed = 0, False
         self._cache = init_cache(config, slots, max_len)
-        static = (config, seed, sampling)
-        self._prefill_call = jax.jit(functools.partial(_prefill, *static), donate_argnums=1)
-        self._decode_call = jax.jit(functools.partial(_decode, *static), donate_argnums=1)
+        self._sampling, self._seed = sampling, np.uint32(seed)
         self._wake = threading.Condition()
         self._worker = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._worker.start()
@@ -118,7 +123,14 @@ class JaxSampler:
         self._check(tokens, experts_start, max_new)
         loop = asyncio.get_running_loop()
         request = _Request(
-            trial, turn, tokens, experts_start, max_new, loop.create_future(), loop, time.monotonic()
+            trial,
+            turn,
+            tokens,
+            experts_start,
+            max_new,
+            loop.create_future(),
+            loop,
+            time.monotonic(),
         )
         with self._wake:
             if self._params is None:
@@ -215,7 +227,9 @@ class JaxSampler:
         for request in requests:
             slot = self._slots[request.slot]
             read = len(slot.tokens)
-            if not np.array_equal(slot.tokens, request.tokens[:read]) or read >= len(request.tokens):
+            if not np.array_equal(slot.tokens, request.tokens[:read]) or read >= len(
+                request.tokens
+            ):
                 self.drifted += int(np.sum(slot.tokens != request.tokens[:read])) if read else 0
                 read = 0
             request.first_row = read
@@ -232,6 +246,10 @@ class JaxSampler:
                     self._prefill_group(bucket, group[i : i + self._prefill_rows])
                 pieces += [(r, read + n) for r, read, n in group if read + n < len(r.tokens)]
 
+    @property
+    def _fixed(self) -> tuple:
+        return self.config, self._sampling, self._seed, self._params
+
     def _prefill_group(self, bucket: int, group: list[tuple[_Request, int, int]]) -> None:
         n = self._prefill_rows
         rows = np.full(n, len(self._slots), np.int32)  # outside the cache: dropped
@@ -241,8 +259,8 @@ class JaxSampler:
             rows[i], start[i], count[i] = request.slot, read, size
             trial[i], turn[i] = request.trial, request.turn
             tokens[i, :size] = request.tokens[read : read + size]
-        self._cache, out = self._prefill_call(
-            self._params, self._cache, rows, start, tokens, count, trial, turn
+        self._cache, out = _prefill(
+            *self._fixed, self._cache, rows, start, tokens, count, trial, turn
         )
         ids, logprobs, experts = jax.device_get(out)
         for i, (request, read, size) in enumerate(group):
@@ -259,7 +277,7 @@ class JaxSampler:
         for i, request in self._active.items():
             tokens[i], count[i] = request.ids[-1], 1
             trial[i], turn[i] = request.trial, request.turn
-        self._cache, out = self._decode_call(self._params, self._cache, tokens, count, trial, turn)
+        self._cache, out = _decode(*self._fixed, self._cache, tokens, count, trial, turn)
         ids, logprobs, experts = jax.device_get(out)
         for i, request in list(self._active.items()):
             request.experts.append(experts[i].astype(self._dtype))
@@ -285,7 +303,9 @@ class JaxSampler:
         skip = request.experts_start - request.first_row
         experts = np.concatenate(request.experts)
         if skip < 0:
-            error = f"experts from {request.experts_start} were asked, read from {request.first_row}"
+            error = (
+                f"experts from {request.experts_start} were asked, read from {request.first_row}"
+            )
             return self._resolve(request, RuntimeError(error))
         reply = Sampled(
             ids=ids,
@@ -311,18 +331,21 @@ class JaxSampler:
             request.loop.call_soon_threadsafe(resolve)
 
 
-def _prefill(config, seed, sampling, params, cache, rows, start, tokens, count, trial, turn):
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def _prefill(config, sampling, seed, params, cache, rows, start, tokens, count, trial, turn):
     """Reads a piece of each row's stream, from position `start` of its slot on."""
     cache = cache.replace(length=cache.length.at[rows].set(start, mode="drop"))
     cache, logits, experts = extend(config, params, cache, rows, tokens, count)
     return cache, (*_choose(sampling, seed, logits, trial, turn, start + count), experts)
 
 
-def _decode(config, seed, sampling, params, cache, tokens, count, trial, turn):
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def _decode(config, sampling, seed, params, cache, tokens, count, trial, turn):
     cache, logits, experts = extend(config, params, cache, None, tokens[:, None], count)
     return cache, (*_choose(sampling, seed, logits, trial, turn, cache.length), experts)
 
 
 def _choose(sampling, seed, logits, trial, turn, position):
     uniform = uniforms(seed, trial, turn, position)
-    return sample(logits, uniform, sampling.temperature, sampling.top_p, sampling.top_k)
+    temperature = jnp.full(len(logits), sampling.temperature)
+    return sample(logits, uniform, temperature, sampling.top_p, sampling.top_k)

@@ -218,6 +218,10 @@ class Trajectory:
             )
 
 
+class SamplerError(RuntimeError):
+    """The sampler itself failed (engine gone, no answer): an infrastructure error."""
+
+
 class Sampler(Protocol):
     """What produces tokens: the embedded engine.JaxSampler or an SGLang client."""
 
@@ -232,7 +236,8 @@ class Sampler(Protocol):
         """Continues the stream `tokens` i32[N] by at most `max_new` ids.
 
         `experts_start`: how many rows of experts the caller already holds; the reply starts there.
-        Raises ValueError for ids outside the vocabulary or a stream longer than the context.
+        Raises ValueError for ids outside the vocabulary or a stream longer than the context, SamplerError
+        when the engine is gone.
         """
 
     async def release(self, trial: int) -> None:

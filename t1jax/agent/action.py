@@ -101,7 +101,7 @@ def _parse_terminus(text: str) -> Action:
         return Malformed("expected a JSON object, got none")
     try:
         reply, end = json.JSONDecoder().raw_decode(text, start)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return Malformed(f"invalid JSON: {error}")
     if "{" in text[end:]:
         return Malformed("expected one JSON object, got more after it")
@@ -128,10 +128,10 @@ def _line(command: object) -> Line | str:
     if not isinstance(command, dict) or not isinstance(command.get("keystrokes"), str):
         return "keystrokes must be a string"
     keys, wait = command["keystrokes"], command.get("duration", 1.0)
-    if "\0" in keys:
-        return "NUL byte in keystrokes"
+    if "\0" in keys or any("\ud800" <= c <= "\udfff" for c in keys):
+        return "keystrokes hold a NUL or half a surrogate pair"
     if keys.strip() and not keys.endswith("\n"):
         return "keystrokes must end in a newline"
-    if isinstance(wait, bool) or not isinstance(wait, int | float) or not math.isfinite(wait):
+    if isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 <= wait < math.inf:
         return "duration must be a number of seconds"
-    return Line(keys.removesuffix("\n"), min(max(float(wait), MIN_WAIT_S), MAX_WAIT_S))
+    return Line(keys.removesuffix("\n"), float(min(max(wait, MIN_WAIT_S), MAX_WAIT_S)))

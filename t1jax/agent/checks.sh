@@ -1,32 +1,50 @@
-# Predicates for generated verifiers, and `check`, which runs one and notes the result.
-# Bash builtins where they serve: a verifier takes milliseconds.
+# The assertions of generated verifiers: `check NAME PREDICATE...` notes one, `report` writes the results.
+# Bash builtins where they serve: a verifier takes milliseconds. What a file holds is only ever compared,
+# and only its first 4096 characters are read.
 shopt -s nullglob dotglob
-names=() statuses=() failed=0
+names=() statuses=() failed=0 body=
+declare -A modes
 
-regular() { [[ -f $1 && ! -L $1 && -r $1 ]]; }
-holds() { regular "$1" && [[ $(head -c 4096 "$1") == "$2" ]]; }
-contains() { regular "$1" && [[ $'\n'$(head -c 4096 "$1")$'\n' == *$'\n'"$2"$'\n'* ]]; }
+exists() { [[ -f $1 && ! -L $1 ]]; }
 absent() { [[ ! -e $1 && ! -L $1 ]]; }
-mode() { regular "$1" && [[ $(stat -c %a "$1") == "$2" ]]; }
-packs() { regular "$1" && [[ $(tar -xOf "$1" "$2" | head -c 4096) == "$3" ]]; }
-prints() { regular "$1" && [[ $(timeout 5 bash "$1" </dev/null | head -c 4096) == "$2" ]]; }
-only() {
-  local found=(*) want=("$@")
-  [[ ${found[*]} == "${want[*]}" ]]
-}
 
-check() {
-  names+=("$1")
-  if "${@:2}" 2>/dev/null; then statuses+=(passed); else statuses+=(failed) failed=$((failed + 1)); fi
-}
+# The text of a file or of standard input into `body`, without its last newline; fails on NUL and excess.
+load() { ! IFS= read -rd '' -n 4096 body && body=${body%$'\n'}; }
+text() { exists "$1" && [[ -r $1 ]] && load <"$1"; }
+holds() { text "$1" && [[ $body == "$2" ]]; }
+says() { text "$1" && [[ $'\n'$body$'\n' == *$'\n'"$2"$'\n'* ]]; }
+lacks() { text "$1" && [[ $'\n'$body$'\n' != *$'\n'"$2"$'\n'* ]]; }
 
-report() {
-  local i n=${#names[@]} separator='' tests=''
-  for ((i = 0; i < n; i++)); do
-    tests+="$separator{\"name\":\"${names[i]}\",\"status\":\"${statuses[i]}\",\"duration\":0}"
-    separator=,
+lines() {
+  local newlines=${body//[!$'\n']/}
+  text "$1" && newlines=${body//[!$'\n']/} && ((${#newlines} + 1 == $2))
+}
+ordered() {
+  local line before=
+  text "$1" || return
+  while IFS= read -r line; do
+    [[ $line < $before ]] && return 1
+    before=$line
+  done <<<"$body"
+}
+distinct() {
+  local rest line
+  text "$1" && rest=$body$'\n' || return
+  while [[ $rest ]]; do
+    line=${rest%%$'\n'*} rest=${rest#*$'\n'}
+    [[ $'\n'$rest == *$'\n'"$line"$'\n'* ]] && return 1
   done
-  printf '{"results":{"tool":{"name":"checks"},"summary":{"tests":%d,"passed":%d,"failed":%d,"pending":0,"skipped":0,"other":0,"start":0,"stop":0},"tests":[%s]}}\n' \
-    "$n" $((n - failed)) "$failed" "$tests" >/logs/verifier/ctrf.json
-  echo $((failed == 0)) >/logs/verifier/reward.txt
+  return 0
+}
+
+# mode PATH PATTERN: three octal digits, ? for any
+mode() { exists "$1" && [[ ${modes[$1]:=$(stat -c %a "$1")} == $2 ]]; }
+# packs ARCHIVE MEMBER TEXT
+packs() { exists "$1" && load < <(tar -xOf "$1" "$2") && [[ $body == "$3" ]]; }
+# packs_only ARCHIVE MEMBER...: in order of their names
+packs_only() { shift_sorted "$@"; }
+# only NAME...: in order of their names
+only() {
+  local found=(*)
+  ((${#found[@]} == $#)) && [[ ${found[*]} == "$*" ]]
 }

@@ -10,9 +10,20 @@ import time
 
 import numpy as np
 
-from t1jax.agent.action import SYSTEM, Command, Line, Malformed, Protocol, Submit, parse
+from t1jax.agent.action import SYSTEM, Line, Malformed, Protocol, Submit, parse
 from t1jax.agent.chat import Chat
-from t1jax.types import ExecResult, Sampled, Sampler, Sandbox, SandboxError, Task, Trajectory, Turn
+from t1jax.sandbox.output import Output
+from t1jax.types import (
+    ExecResult,
+    Sampled,
+    Sampler,
+    SamplerError,
+    Sandbox,
+    SandboxError,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 CONFIRM = "Are you sure? Set task_complete again to end."
 SILENT = "ok"  # what the agent reads of a command that printed nothing
@@ -27,7 +38,7 @@ class EpisodeLimits:
     max_reply: int  # tokens of one reply
     command_timeout_s: float
     agent_timeout_s: float  # the task's own limit holds where it is shorter
-    max_output_bytes: int
+    max_output_bytes: int  # of what one reply's commands print; head and tail are kept
 
 
 async def run_episode(
@@ -45,16 +56,18 @@ async def run_episode(
 
     A failing sandbox or sampler ends it with status "infra" and no further model calls; running out of
     time, turns or context keeps what was done. Cancellation passes through. The sampler is released.
+    Raises ValueError when the sampler's records do not fit the stream.
     """
     stream = _Stream(task, trial, attempt, temperature)
     limit = min(limits.agent_timeout_s, task.agent_timeout_s)
     try:
-        async with asyncio.timeout(limit):
+        async with asyncio.timeout(limit) as deadline:
             status, cause = await _converse(stream, sandbox, sampler, chat, limits, protocol)
-    except TimeoutError:
-        status, cause = "timeout", f"the agent's {limit:g} s were over"
-    except (SandboxError, OSError) as error:
-        status, cause = "infra", f"{type(error).__name__}: {error}"
+    except (SandboxError, SamplerError, OSError) as error:  # a TimeoutError is an OSError
+        if deadline.expired():
+            status, cause = "timeout", f"the agent's {limit:g} s were over"
+        else:
+            status, cause = "infra", f"{type(error).__name__}: {error}"
     finally:
         await sampler.release(trial)
     return stream.trajectory(status, cause)
@@ -68,33 +81,31 @@ async def _converse(stream, sandbox, sampler, chat, limits, protocol) -> tuple[s
         room = limits.max_context - len(stream.tokens) - len(context)
         if room < 1:
             return "context_full", f"{limits.max_context} tokens"
-        started = time.monotonic()
         tokens = np.concatenate([stream.tokens, context])
         reply = await sampler.sample(
             stream.trial, len(stream.turns), tokens, stream.rows, min(limits.max_reply, room)
         )
-        stream.check(reply, len(tokens))
+        stream.add(context, reply)
         if reply.finish == "abort":
-            stream.add(context, reply, "none", None, None, started)
             return "infra", "the sampler aborted the reply"
         if reply.finish == "length":
-            stream.add(context, reply, "none", None, None, started)
-            full = room <= limits.max_reply
-            return ("context_full", f"{limits.max_context} tokens") if full else ("length", "")
-        action = parse(chat.decode(reply.ids[:-1]), protocol)
+            return "length", f"a reply was cut at {len(reply.ids)} tokens"
+        stopped = len(reply.ids) > 0 and reply.ids[-1] in chat.stop_ids
+        action = parse(chat.decode(reply.ids[:-1] if stopped else reply.ids), protocol)
         if isinstance(action, Malformed):
-            stream.add(context, reply, "malformed", None, None, started)
+            stream.amend(action="malformed")
             text, confirming = action.message, False
         else:
-            text, result = await _run(sandbox, action.lines, limits)
             submit = isinstance(action, Submit)
             command = "\n".join(line.text for line in action.lines) or None
-            stream.add(context, reply, "submit" if submit else "command", command, result, started)
+            stream.amend(action="submit" if submit else "command", command=command)
+            text, result = await _run(sandbox, action.lines, limits)
+            stream.amend(result=result)
             if submit and (confirming or protocol == "bash"):
                 return "submitted", ""
             confirming = submit
             text = f"{text}\n{CONFIRM}".strip() if submit else text or SILENT
-        context = chat.observation(text)
+        context = chat.observation(text, closed=stopped and reply.ids[-1] == chat.stop_ids[0])
     return "out_of_turns", f"{limits.max_turns} turns"
 
 
@@ -111,7 +122,11 @@ async def _run(
             output = f"exit {result.exit_code}\n{output}".rstrip("\n")
         if output:
             texts.append(output)
-    return "\n".join(texts), result
+    if len(texts) > 1:
+        together = Output(limits.max_output_bytes)
+        together.add("\n".join(texts).encode())
+        return together.text(), result
+    return "".join(texts), result
 
 
 class _Stream:
@@ -123,18 +138,22 @@ class _Stream:
         self.turns: list[Turn] = []
         self.rows = 0
         self._temperature, self._experts = temperature, []
-        self._started = time.monotonic()
+        self._started = self._lapped = time.monotonic()
 
-    def check(self, reply: Sampled, context: int) -> None:
-        """Raises ValueError unless the reply's experts continue the recorded ones up to its last token."""
-        rows, wanted = len(reply.experts), context + len(reply.ids) - 1 - self.rows
-        if reply.experts_start != self.rows or rows != wanted:
+    def add(self, context: np.ndarray, reply: Sampled) -> None:
+        """Appends a reply and the context before it. Raises ValueError unless its experts join exactly.
+
+        A sampler may return rows that are held already (from `experts_start` on); those are dropped.
+        """
+        start, end = reply.experts_start, len(self.tokens) + len(context) + len(reply.ids) - 1
+        if not 0 <= start <= self.rows or start + len(reply.experts) != end:
             raise ValueError(
-                f"trial {self.trial}: the sampler returned {rows} rows of experts from "
-                f"{reply.experts_start}, expected {wanted} from {self.rows}"
+                f"trial {self.trial}, turn {len(self.turns)}: the sampler returned experts of tokens "
+                f"[{start}, {start + len(reply.experts)}), needed are [{self.rows}, {end})"
             )
-
-    def add(self, context, reply: Sampled, action, command, result, started: float) -> None:
+        self._experts.append(reply.experts[self.rows - start :])
+        self.rows = end
+        self.tokens = np.concatenate([self.tokens, context, reply.ids]).astype(np.int32)
         self.turns.append(
             Turn(
                 context=context,
@@ -142,15 +161,22 @@ class _Stream:
                 logprobs=reply.logprobs,
                 finish=reply.finish,
                 version=reply.version,
-                action=action,
-                command=command,
-                result=result,
-                seconds=time.monotonic() - started,
+                action="none",
+                command=None,
+                result=None,
+                seconds=self._lap(),
             )
         )
-        self.tokens = np.concatenate([self.tokens, context, reply.ids]).astype(np.int32)
-        self._experts.append(reply.experts)
-        self.rows += len(reply.experts)
+
+    def amend(self, **fields) -> None:
+        """Completes the last turn, once its reply has been understood and once it has been carried out."""
+        last = self.turns[-1]
+        self.turns[-1] = dataclasses.replace(last, seconds=last.seconds + self._lap(), **fields)
+
+    def _lap(self) -> float:
+        """Seconds since the last call."""
+        before, self._lapped = self._lapped, time.monotonic()
+        return self._lapped - before
 
     def trajectory(self, status: str, cause: str) -> Trajectory:
         if self._experts:

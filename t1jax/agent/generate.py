@@ -53,9 +53,10 @@ def instances(split: Split, seed: int) -> Iterator[Instance]:
     for draw in itertools.cycle(FAMILIES.values()):
         while True:
             instance = draw(rng)
-            if split_of(instance) == split and instance.instruction not in seen:
+            key = (instance.instruction, *instance.files.values())
+            if split_of(instance) == split and key not in seen:
                 break
-        seen.add(instance.instruction)
+        seen.add(key)
         yield instance
 
 

@@ -12,6 +12,8 @@ from t1jax.agent.episode import EpisodeLimits, run_episode
 from t1jax.agent.verify import reward, verify
 from t1jax.types import Sampler, Sandbox, SandboxError, Task, Trajectory
 
+MakeSandbox = Callable[[Task, int], Awaitable[Sandbox]]  # the int: bytes kept of a command's output
+
 
 class CollectError(RuntimeError):
     """Too many trials failed in the infrastructure to train on the rest: one line with the first cause."""
@@ -36,12 +38,12 @@ class CollectConfig:
     reward_scale: float
     concurrency: int  # sandboxes at a time
     max_attempts: int  # of one trial
-    max_infra_share: float  # of attempts; above it the step is given up
+    max_infra_share: float  # failed attempts per trial; above it the step is given up
 
 
 async def collect(
     trials: Sequence[Trial],
-    make_sandbox: Callable[[Task], Awaitable[Sandbox]],
+    make_sandbox: MakeSandbox,
     sampler: Sampler,
     chat: Chat,
     config: CollectConfig,
@@ -49,8 +51,9 @@ async def collect(
 ) -> list[Trajectory]:
     """Runs all trials; returns their trajectories in the order of `trials`, each with a reward.
 
-    An attempt that fails in the infrastructure is made again; its tokens are dropped. Raises CollectError
-    when a trial fails `max_attempts` times, or more than `max_infra_share` of all attempts do. The first
+    A trial that had no room or no time for a single reply has a verdict and a reward, but no tokens to train
+    on. An attempt that fails in the infrastructure is made again; its tokens are dropped. Raises CollectError
+    when a trial fails `max_attempts` times, or more than `max_infra_share` failures a trial are counted. The first
     exception of any kind ends the rest.
     """
     places = asyncio.Semaphore(config.concurrency)
@@ -67,8 +70,8 @@ async def collect(
             if len(failures) > config.max_infra_share * len(trials):
                 break
         raise CollectError(
-            f"{len(failures)} of {len(trials)} trials failed in the infrastructure, trial "
-            f"{trial.number} ({trial.task.name}) last: {trajectory.cause}"
+            f"the infrastructure failed {len(failures)} times in {len(trials)} trials, last in trial "
+            f"{trial.number} ({trial.task.name}): {trajectory.cause}"
         )
 
     try:
@@ -82,7 +85,7 @@ async def collect(
 async def run_trial(
     trial: Trial,
     attempt: int,
-    make_sandbox: Callable[[Task], Awaitable[Sandbox]],
+    make_sandbox: MakeSandbox,
     sampler: Sampler,
     chat: Chat,
     config: CollectConfig,
@@ -90,14 +93,14 @@ async def run_trial(
     """One attempt at one task, verified also where a limit ended it; reward None where there is no outcome."""
     arguments = (trial.number, attempt, config.temperature)
     try:
-        sandbox = await make_sandbox(trial.task)
+        sandbox = await make_sandbox(trial.task, config.limits.max_output_bytes)
     except SandboxError as error:
         return _without_start(trial.task, *arguments, str(error))
     try:
         trajectory = await run_episode(
             trial.task, sandbox, sampler, chat, config.limits, config.protocol, *arguments
         )
-        if trajectory.status == "infra" or not trajectory.turns:
+        if trajectory.status == "infra":
             return trajectory
         verdict = await verify(trial.task, sandbox)
     finally:

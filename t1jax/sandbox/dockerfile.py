@@ -21,7 +21,7 @@ INSTRUCTION = re.compile(r"([A-Za-z]+)\s+(.*)", re.DOTALL)
 ESCAPE = re.compile(r"#\s*escape\s*=\s*`", re.IGNORECASE)
 VARIABLE = re.compile(r"\\(.)|\$(?:\{(\w+)(?::([-+])([^}]*))?\}|(\w+))")
 BASE_FOLDERS = frozenset({"/", "/app", "/home", "/opt", "/root", "/srv", "/tmp", "/var"})
-READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/dev")
+READ_ONLY = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/proc/", "/dev/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +170,9 @@ def _variables(rest: str, env: Mapping[str, str], refuse) -> dict[str, str]:
 
 
 def _words(rest: str, refuse) -> list[str]:
+    if "'" in rest and "$" in rest:  # would have to stay as it is
+        refuse("a $ near single quotes")
+    rest = rest.replace("\\$", "\\\\$")  # is for _expand to see
     try:
         return shlex.split(rest)
     except ValueError as error:
@@ -192,7 +195,10 @@ def _program(rest: str, refuse) -> tuple[str, ...]:
 
 def _copies(rest, env, workdir, folders, environment: Path, refuse) -> list[Copy]:
     """COPY source... target, or its JSON form."""
-    words = json.loads(rest) if rest.startswith("[") else _words(rest, refuse)
+    try:
+        words = json.loads(rest) if rest.startswith("[") else _words(rest, refuse)
+    except ValueError:
+        refuse(f"COPY {rest}")
     words = [_expand(word, env) for word in words]
     for word in words:
         if word.startswith("--"):
@@ -202,9 +208,7 @@ def _copies(rest, env, workdir, folders, environment: Path, refuse) -> list[Copy
     *patterns, target = words
     into = target.endswith("/") or _join(workdir, target) in folders
     target = _join(workdir, target)
-    if target.startswith(READ_ONLY) and (target + "/").startswith(
-        tuple(f + "/" for f in READ_ONLY)
-    ):
+    if f"{target}/".startswith(READ_ONLY):
         refuse(f"COPY to {target}, which is read-only or the system's,")
     sources = [path for pattern in patterns for path in _sources(pattern, environment, refuse)]
     into = into or len(sources) > 1

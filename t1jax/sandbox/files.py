@@ -24,18 +24,22 @@ def read(path: str, max_bytes: int) -> bytes | None:
             os.close(parent)
     except OSError:
         return None
-    with open(fd, "rb") as file:
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
             return None
-        data = file.read(max_bytes + 1)
+        data = b""
+        while len(data) <= max_bytes and (part := os.read(fd, max_bytes + 1 - len(data))):
+            data += part
+    finally:
+        os.close(fd)
     return data if len(data) <= max_bytes else None
 
 
 def write(path: str, entries: list, payload: bytes) -> None:
     """Writes a tree below `path`. entries: [relative path, kind, mode, bytes] in order, payload: their bytes.
 
-    kind is "folder", "file" or "link" (the bytes are the target). Raises OSError.
+    kind is "folder" (mode None: as it is), "file" or "link" (the bytes are the target). Raises OSError.
     """
     view, start = memoryview(payload), 0
     for relative, kind, mode, size in entries:
@@ -43,7 +47,8 @@ def write(path: str, entries: list, payload: bytes) -> None:
         target = os.path.normpath(os.path.join(path, relative))
         if kind == "folder":
             folder = _enter(target, create=True)
-            os.fchmod(folder, mode)
+            if mode is not None:
+                os.fchmod(folder, mode)
             os.close(folder)
             continue
         parent, name = _enter(os.path.dirname(target), create=True), os.path.basename(target)

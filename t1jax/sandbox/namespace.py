@@ -7,6 +7,7 @@ all processes' memory is not bounded, only each one's address space and the disk
 """
 
 import asyncio
+import contextlib
 import os
 import shlex
 import signal
@@ -136,7 +137,8 @@ class NamespaceSandbox:
         try:
             async with asyncio.timeout(spawner.START_S):
                 sandbox.pid = spawner.answer((await sandbox._receive())[0])["pid"]
-                sandbox._pidfd = os.pidfd_open(sandbox.pid)
+                with contextlib.suppress(ProcessLookupError):  # ended already: its reason follows
+                    sandbox._pidfd = os.pidfd_open(sandbox.pid)
                 spawner.answer((await sandbox._receive())[0])
         except (OSError, EOFError, TimeoutError) as error:
             await sandbox.close()
@@ -150,7 +152,7 @@ class NamespaceSandbox:
         """Carries out the Dockerfile's steps."""
         for step in plan.steps:
             if isinstance(step, dockerfile.Folder):
-                folder = ["", "folder", 0o755, 0]
+                folder = ["", "folder", None, 0]
                 await self._call({"op": "put", "path": step.target, "entries": [folder]})
                 continue
             if isinstance(step, dockerfile.Copy):
@@ -172,15 +174,24 @@ class NamespaceSandbox:
             exchange = asyncio.ensure_future(self._exchange(message, payload, seconds))
             try:
                 answer, data = await asyncio.shield(exchange)
-            except (
-                asyncio.CancelledError
-            ):  # ends the command inside, so that the next call finds order
-                self._writer.write(wire.pack({"op": "interrupt"}))
-                await asyncio.wait([exchange], timeout=GRACE_S)
+            except asyncio.CancelledError:
+                await self._interrupt(exchange)
                 raise
         if "error" in answer:
             raise SandboxError(answer["error"])
         return answer, data
+
+    async def _interrupt(self, exchange: asyncio.Task) -> None:
+        """Ends the command of a cancelled call inside, so that the next call finds order."""
+        self._writer.write(wire.pack({"op": "interrupt"}))
+        try:
+            await asyncio.wait([exchange], timeout=GRACE_S)
+        finally:
+            if not exchange.done():
+                self._dead = "a call was abandoned before its answer came"
+                exchange.cancel()
+            elif not exchange.cancelled():
+                exchange.exception()  # is known by `_dead`
 
     async def _exchange(self, message: dict, payload: bytes, seconds: float):
         try:
@@ -198,14 +209,13 @@ class NamespaceSandbox:
     async def _receive(self) -> tuple[dict, bytes]:
         prefix = await self._reader.readexactly(wire.PREFIX.size)
         text, payload = wire.PREFIX.unpack(prefix)
-        return wire.parse(await self._reader.readexactly(text)), await self._reader.readexactly(
-            payload
-        )
+        message = wire.parse(await self._reader.readexactly(text))
+        return message, await self._reader.readexactly(payload)
 
 
 def _absolute(path: str) -> str:
-    if not path.startswith("/") or ".." in path.split("/"):
-        raise ValueError(f"sandbox path must be absolute and without '..': {path}")
+    if not path.startswith("/") or ".." in path.split("/") or "\0" in path:
+        raise ValueError(f"sandbox path must be absolute, without '..' and NUL: {path!r}")
     return path
 
 

@@ -52,9 +52,7 @@ def _sandbox(control: socket.socket) -> None:
         if pid:
             wire.send(control, {"pid": pid})
             os._exit(0)
-        select.select(
-            [parent], [], []
-        )  # gone: we are the fork server's child, its death will be ours
+        select.select([parent], [], [])  # gone: now the fork server is the parent
         os.close(parent)
         confine.build(spec["disk_mib"])
         os.makedirs(spec["workdir"], exist_ok=True)

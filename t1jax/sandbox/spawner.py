@@ -54,7 +54,7 @@ class Spawner:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C at the terminal is for the trainer
-                env={},
+                env={k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"},
             )
 
     @property

@@ -9,19 +9,17 @@ import contextlib
 import fcntl
 import os
 import select
-import signal
 import socket
 import struct
 import termios
 import time
-import warnings  # noqa: F401  os.execvpe imports it late, when the host's files are gone
 
-from t1jax.sandbox import confine, files, wire
+from t1jax.sandbox import files, wire
+from t1jax.sandbox.children import Children, processes
 from t1jax.sandbox.output import Output
 
 TIMEOUT_CODE = 124
 CHUNK = 1 << 16
-KILL_S = 5.0  # how long killed processes may take to go
 SHELL = ["bash", "--norc", "--noprofile", "-o", "pipefail"]
 
 
@@ -30,6 +28,7 @@ class Supervisor:
 
     def __init__(self, control: socket.socket, spec: dict):
         self._control, self._spec = control, spec
+        self._children = Children(spec)
         self._shell: int | None = None
         self._channel: socket.socket | None = None
         self._pipe = os.pipe()
@@ -37,16 +36,8 @@ class Supervisor:
         self._said = b""
         self._unsent = b""
         self._last_code = 0
-        self._started: set[int] = set()  # by this process itself, and running
-        self._exited: dict[int, int] = {}  # exit codes of those, 128 + signal for killed ones
         self._ended = False
         self._interrupted = False
-        self._wake = _wake_on_child()
-        for name in ("SIGINT", "SIGPIPE", "SIGXFSZ"):
-            signal.signal(
-                getattr(signal, name), signal.SIG_DFL
-            )  # process 1 ignores what is default
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
     def serve(self) -> None:
         operations = {
@@ -59,10 +50,10 @@ class Supervisor:
         }
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
+        poll.register(self._children.wake, select.POLLIN)
         while True:
-            if any(fd == self._wake for fd, _ in poll.poll()):
-                self._reap()
+            if any(fd == self._children.wake for fd, _ in poll.poll()):
+                self._children.reap()
                 continue
             request, payload = wire.receive(self._control)
             name = request.pop("op")
@@ -79,20 +70,20 @@ class Supervisor:
         if self._ended:
             return {"error": "run: the agent's processes were ended"}, b""
         started, output = time.monotonic(), Output(self._spec["max_output"])
-        self._reap()
-        if self._shell is None or self._shell in self._exited:
+        self._children.reap()
+        if self._shell is None or self._children.exit_code(self._shell) is not None:
             self._start_shell(self._spec["workdir"])
-        before = _processes()
+        before = processes()
         self._number += 1
         self._unsent, self._said = _script(payload, self._number, self._last_code), b""
         code = self._collect(self._pipe[0], self._status, output, started + seconds)
         note = ""
-        if code is None or self._shell in self._exited:
+        if code is None or self._children.exit_code(self._shell) is not None:
             folder = self._spec["workdir"]
             if code is None:
                 with contextlib.suppress(OSError):
                     folder = os.readlink(f"/proc/{self._shell}/cwd")
-                self._kill(before - {self._shell})
+                self._children.kill(before - {self._shell})
                 self._drain(self._pipe[0], output)
                 note = f"timed out after {seconds:g} s, its processes were killed; "
             self._start_shell(folder)
@@ -104,17 +95,19 @@ class Supervisor:
     def _execute(self, payload: bytes, argv: list, env: dict, cwd: str | None, seconds: float):
         """Runs a program outside the shell, in a session of its own."""
         started, output = time.monotonic(), Output(self._spec["max_output"])
-        before = _processes()
+        before = processes()
         reading, writing = os.pipe()
         try:
             with open("/dev/null", "rb") as nothing, open(writing, "wb"):
-                pid = self._spawn(
+                pid = self._children.start(
                     argv, env, cwd or self._spec["workdir"], nothing.fileno(), writing
                 )
-            code = self._collect(reading, lambda: self._exited.get(pid), output, started + seconds)
+            code = self._collect(
+                reading, lambda: self._children.exit_code(pid), output, started + seconds
+            )
             note = ""
             if code is None:
-                self._kill(before)
+                self._children.kill(before)
                 self._drain(reading, output)
                 note = f"[timed out after {seconds:g} s, its processes were killed]"
         finally:
@@ -124,7 +117,7 @@ class Supervisor:
     def _end_agent(self, payload: bytes):
         """Ends every process but this one, for good."""
         self._ended = True
-        gone = self._kill_all()
+        gone = self._children.kill_all()
         if self._channel is not None:
             self._channel.close()
         self._shell = self._channel = None
@@ -149,42 +142,16 @@ class Supervisor:
         self._channel.setblocking(False)
         self._unsent, self._last_code = b"", 0
         with inner:
-            self._shell = self._spawn(
+            self._shell = self._children.start(
                 SHELL, self._spec["env"], folder, inner.fileno(), self._pipe[1]
             )
-
-    def _spawn(self, argv: list, env: dict, cwd: str, stdin: int, out: int) -> int:
-        """Starts a program with its own session and limits; in / where `cwd` is gone. Gives its pid."""
-        pid = os.fork()
-        if pid:
-            self._started.add(pid)
-            return pid
-        try:
-            os.setsid()
-            for number, fd in enumerate((stdin, out, out)):
-                os.dup2(fd, number)
-            os.closerange(3, 1 << 16)
-            signal.set_wakeup_fd(-1)
-            for name in (signal.SIGPIPE, signal.SIGCHLD):
-                signal.signal(name, signal.SIG_DFL)
-            confine.limit(self._spec["memory_mib"], self._spec["disk_mib"], self._spec["processes"])
-            try:
-                os.chdir(cwd)
-            except OSError:
-                os.chdir("/")
-            os.execvpe(argv[0], argv, env)
-        except OSError as error:
-            os.write(2, f"{argv[0]}: {error.strerror}\n".encode())
-            os._exit(127 if isinstance(error, FileNotFoundError) else 126)
-        finally:
-            os._exit(126)
 
     def _collect(self, source: int, finished, output: Output, deadline: float) -> int | None:
         """Reads `source` into `output` until `finished()` gives the exit code; None: time is up."""
         self._interrupted = False
         channel = self._channel.fileno() if self._channel is not None and self._unsent else -1
         poll = select.poll()
-        for fd in (source, self._wake, self._control.fileno()):
+        for fd in (source, self._children.wake, self._control.fileno()):
             poll.register(fd, select.POLLIN)
         if channel >= 0:
             poll.register(channel, select.POLLIN | select.POLLOUT)
@@ -201,8 +168,8 @@ class Supervisor:
                     output.add(os.read(source, CHUNK))
                     if event == select.POLLHUP:
                         poll.unregister(source)
-                elif fd == self._wake:
-                    self._reap()
+                elif fd == self._children.wake:
+                    self._children.reap()
                 elif fd == self._control.fileno():
                     wire.receive(self._control)  # an interrupt; EOFError when the host is gone
                     self._interrupted = True
@@ -232,53 +199,13 @@ class Supervisor:
             number, _, code = line.partition(b" ")
             if number == b"%d" % self._number and code.isdigit():
                 return int(code) & 255
-        return self._exited.get(self._shell)
+        return self._children.exit_code(self._shell)
 
     def _drain(self, source: int, output: Output) -> None:
         """Takes what lies in the pipe now, no more: a writer in the background may never stop."""
         (waiting,) = struct.unpack("i", fcntl.ioctl(source, termios.FIONREAD, b"\0" * 4))
         if waiting:
             output.add(os.read(source, waiting))
-
-    def _reap(self) -> None:
-        """Collects ended children, of which process 1 gets everybody's."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake, CHUNK):
-                pass
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
-                if pid in self._started:
-                    self._started.remove(pid)
-                    code = os.waitstatus_to_exitcode(status)
-                    self._exited[pid] = code if code >= 0 else 128 - code
-
-    def _kill(self, spared: set) -> None:
-        """Kills every process not in `spared`; all of them when they multiply faster."""
-        for _ in range(20):
-            strangers = _processes() - spared
-            if not strangers:
-                return
-            for pid in strangers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.001)
-            self._reap()
-        self._kill_all()
-
-    def _kill_all(self) -> bool:
-        """Kills every process but this one; False when some are still there after KILL_S."""
-        until = time.monotonic() + KILL_S
-        while time.monotonic() < until:
-            try:
-                os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                return True
-            self._reap()
-            time.sleep(0.0005)
-        return False
 
 
 def _script(command: bytes, number: int, last_code: int) -> bytes:
@@ -300,18 +227,3 @@ def _result(code: int | None, output: Output, started: float, note: str):
         "timed_out": code is None,
     }
     return answer, text.encode()
-
-
-def _processes() -> set:
-    """The pids of all processes but this one."""
-    return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1}
-
-
-def _wake_on_child() -> int:
-    """A descriptor that becomes readable when a child ends."""
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    return reading

@@ -15,7 +15,7 @@ def test_plan_of_every_instruction(tmp_path):
         "from ubuntu:24.04 AS base\n"
         'ENV A=1 B="two words" \\\n'
         "    # a comment between\n"
-        "    C=${A}x\n"
+        "    C=${A}x\n"  # A as it was before this instruction
         "ENV OLD the old form\n"
         "WORKDIR /srv/$A\n"
         "WORKDIR below\n"
@@ -28,7 +28,7 @@ def test_plan_of_every_instruction(tmp_path):
         'RUN ["touch", "x y"]\n',
         tmp_path,
     )
-    env = {"A": "1", "B": "two words", "C": "1x", "OLD": "the old form"}
+    env = {"A": "1", "B": "two words", "C": "x", "OLD": "the old form"}
     below = "/srv/1/below"
     assert plan.env == env and plan.workdir == below
     assert plan.steps == (
@@ -54,7 +54,8 @@ def test_plan_of_every_instruction(tmp_path):
         ("${X:+s}", "s"),
         ("${N:+s}", ""),
         ("$N", ""),
-        (r"'\$X'", "$X"),
+        (r"\$X", "$X"),
+        ('"a $X"', "a 1"),
     ],
 )
 def test_variables(tmp_path, value, expected):

@@ -1,0 +1,101 @@
+"""Evaluates a policy on held-out tasks: resolved share and mean reward, overall and per family.
+
+python -m t1jax.evaluate --config=configs/tiny.py --tasks=DIR --checkpoint=DIR --out=DIR
+"""
+
+import asyncio
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+from ml_collections import config_flags
+
+from t1jax import command
+from t1jax.agent.chat import Chat
+from t1jax.agent.task import load_tasks
+from t1jax.checkpoint import load_params
+from t1jax.experiment import Experiment, read_experiment
+from t1jax.rollout import store
+from t1jax.rollout.collect import Trial, collect
+from t1jax.run import abstract_policy, collect_config, make_sampler
+from t1jax.sandbox.namespace import NamespaceSandbox
+from t1jax.types import Sampler, Task, Trajectory
+
+FIRST_TRIAL = (
+    1 << 30
+)  # evaluation trials are numbered from here: never the randomness of a training one
+
+
+def evaluate(
+    experiment: Experiment, tasks: Sequence[Task], sampler: Sampler, chat: Chat
+) -> list[Trajectory]:
+    """`attempts` trials of every task, in order; the same randomness for every policy."""
+    repeated = [task for task in tasks for _ in range(experiment.evaluate.attempts)]
+    trials = [Trial(task, FIRST_TRIAL + i) for i, task in enumerate(repeated)]
+    config = collect_config(experiment, experiment.evaluate.temperature)
+    return asyncio.run(collect(trials, NamespaceSandbox.start, sampler, chat, config))
+
+
+def summarize(trajectories: Sequence[Trajectory]) -> dict:
+    """resolved (share), reward (mean), turns (mean), trials, and the first two per family."""
+    families = defaultdict(list)
+    for trajectory in trajectories:
+        families[trajectory.family].append(trajectory)
+    return {
+        **_scores(trajectories),
+        "turns": sum(len(t.turns) for t in trajectories) / len(trajectories),
+        "trials": len(trajectories),
+        "families": {name: _scores(families[name]) for name in sorted(families)},
+    }
+
+
+def table(before: dict, after: dict | None = None) -> str:
+    """Resolved share and reward per family as lines of text; with `after`, both side by side."""
+    rows = [("all", before, after)]
+    rows += [(name, b, after and after["families"][name]) for name, b in before["families"].items()]
+    lines = []
+    for name, b, a in rows:
+        line = f"{name:10} resolved {b['resolved']:6.1%}  reward {b['reward']:.3f}"
+        if a:
+            line += f"   ->  resolved {a['resolved']:6.1%}  reward {a['reward']:.3f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _scores(trajectories: Sequence[Trajectory]) -> dict:
+    n = len(trajectories)
+    return {
+        "resolved": sum(t.resolved for t in trajectories) / n,
+        "reward": sum(t.reward for t in trajectories) / n,
+    }
+
+
+def main() -> None:
+    experiment = read_experiment(CONFIG.value)
+    tasks = load_tasks(Path(TASKS.value))
+    chat = Chat(experiment.tokenizer)
+    params = load_params(Path(CHECKPOINT.value), abstract_policy(experiment))
+    out = command.workdir_path(OUT.value)
+    sampler = make_sampler(experiment, chat, experiment.evaluate)
+    try:
+        sampler.load(params, 0)
+        trajectories = evaluate(experiment, tasks, sampler, chat)
+    finally:
+        sampler.close()
+    result = summarize(trajectories)
+    store.write(out / "trajectories" / "evaluation.parquet", trajectories)
+    (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result), file=sys.stderr)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file.", lock_config=True)
+    TASKS = flags.DEFINE_string("tasks", None, "Folder of Harbor tasks.", required=True)
+    CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Folder of policy weights.", required=True)
+    OUT = flags.DEFINE_string("out", None, "Where the results go.", required=True)
+    flags.mark_flag_as_required("config")
+    command.run(main)

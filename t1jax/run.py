@@ -1,0 +1,96 @@
+"""What the mains build alike from an Experiment: task pools, sampler, collector settings, first state."""
+
+from pathlib import Path
+
+import grain
+import jax
+
+from t1jax.agent.chat import Chat
+from t1jax.agent.generate import Split, generate
+from t1jax.agent.task import load_tasks
+from t1jax.checkpoint import load_params
+from t1jax.engine import JaxSampler, Sampling
+from t1jax.experiment import ConfigError, EvaluateConfig, Experiment, RolloutConfig
+from t1jax.model.lm import init_policy, init_value
+from t1jax.ppo.optim import make_optimizer
+from t1jax.ppo.step import TrainState, init_state
+from t1jax.rollout.collect import CollectConfig
+from t1jax.types import Task
+
+
+def load_pool(experiment: Experiment, split: Split, workdir: Path) -> list[Task]:
+    """The configured folder's tasks, or generated ones, which are written into `workdir`/tasks."""
+    tasks = experiment.tasks
+    folder = tasks.train if split == "train" else tasks.eval
+    if folder:
+        return load_tasks(Path(folder))
+    count = tasks.train_count if split == "train" else tasks.eval_count
+    generate(workdir / "tasks" / split, split, count, tasks.seed)
+    return load_tasks(workdir / "tasks" / split)
+
+
+def shuffle_pool(pool: list[Task], seed: int) -> grain.MapDataset:
+    """Endless tasks, each epoch in an order of its own; item i is a function of (pool, seed, i)."""
+    return grain.MapDataset.source(pool).seed(seed).shuffle().repeat()
+
+
+def make_chat(experiment: Experiment) -> Chat:
+    """The tokenizer; raises ConfigError where it and the model disagree."""
+    if not Path(experiment.tokenizer).is_file():
+        raise ConfigError(
+            f"tokenizer {experiment.tokenizer} does not exist: run from the project's root"
+        )
+    chat = Chat(experiment.tokenizer)
+    if chat.vocab_size > experiment.model.vocab_size:
+        raise ConfigError(
+            f"{experiment.tokenizer} has {chat.vocab_size} ids, model.vocab_size is "
+            f"{experiment.model.vocab_size}"
+        )
+    return chat
+
+
+def make_sampler(
+    experiment: Experiment, chat: Chat, sampling: RolloutConfig | EvaluateConfig
+) -> JaxSampler:
+    """The embedded sampler; it has no weights yet."""
+    engine = experiment.engine
+    return JaxSampler(
+        experiment.model,
+        slots=engine.slots,
+        max_len=experiment.episode.max_context,
+        prefill_rows=engine.prefill_rows,
+        prefill_buckets=engine.prefill_buckets,
+        seed=experiment.seed,
+        sampling=Sampling(sampling.temperature, sampling.top_p, sampling.top_k),
+        stop_ids=chat.stop_ids,
+    )
+
+
+def collect_config(experiment: Experiment, temperature: float) -> CollectConfig:
+    return CollectConfig(
+        protocol=experiment.episode.protocol,
+        limits=experiment.episode,
+        temperature=temperature,
+        reward_kind=experiment.reward.kind,
+        reward_scale=experiment.reward.scale,
+        concurrency=experiment.rollout.concurrency,
+        max_attempts=experiment.rollout.max_attempts,
+        max_infra_share=experiment.rollout.max_infra_share,
+    )
+
+
+def abstract_policy(experiment: Experiment) -> dict:
+    """Shapes and dtypes of the policy's parameters."""
+    return jax.eval_shape(lambda: init_policy(experiment.model, jax.random.key(0)))
+
+
+def first_state(experiment: Experiment) -> TrainState:
+    """Step 0: the configured initial policy, its trunk under a zero value head, fresh optimizers."""
+    policy_key, value_key, key = jax.random.split(jax.random.key(experiment.seed), 3)
+    if experiment.initial_policy:
+        policy = load_params(Path(experiment.initial_policy), abstract_policy(experiment))
+    else:
+        policy = init_policy(experiment.model, policy_key)
+    value = init_value(experiment.model, value_key, policy)
+    actor, critic = make_optimizer(experiment.actor_optim), make_optimizer(experiment.critic_optim)
+    return init_state(policy, value, actor, critic, jax.random.key_data(key))

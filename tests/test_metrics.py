@@ -1,0 +1,90 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from t1jax.metrics import MetricsWriter, read_metrics
+from t1jax.plot import PANELS, plot_run, running_mean
+
+
+def write_run(workdir, steps, resumed=None, seconds=1.0):
+    writer = MetricsWriter(workdir, resumed)
+    for step in steps:
+        writer.write(step, {"time/step_s": seconds, "ppo/kl": step / 8, "agent/turns": np.float32(2)})
+    writer.close()
+
+
+def test_a_line_a_step_with_sorted_keys(tmp_path):
+    write_run(tmp_path, [0, 1])
+    first, second = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert first == '{"agent/turns": 2.0, "ppo/kl": 0.0, "step": 0, "time/step_s": 1.0}'
+    assert json.loads(second)["ppo/kl"] == 0.125
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_two_runs_are_equal_without_wall_clock_fields(tmp_path):
+    def timeless(workdir):
+        return [
+            {name: value for name, value in line.items() if not name.startswith("time/")}
+            for line in read_metrics(workdir)
+        ]
+
+    write_run(tmp_path / "a", range(3), seconds=1.0)
+    write_run(tmp_path / "b", range(3), seconds=2.0)
+    assert timeless(tmp_path / "a") == timeless(tmp_path / "b")
+    assert read_metrics(tmp_path / "a") != read_metrics(tmp_path / "b")
+
+
+def test_resuming_drops_later_lines_and_ends_like_an_uninterrupted_run(tmp_path):
+    write_run(tmp_path / "whole", range(6))
+    write_run(tmp_path / "cut", range(5))
+    with open(tmp_path / "cut" / "metrics.jsonl", "a") as file:
+        file.write('{"agent/turns": 2.0, "pp')  # killed while writing
+    assert [line["step"] for line in read_metrics(tmp_path / "cut")] == [0, 1, 2, 3, 4]
+    write_run(tmp_path / "cut", range(3, 6), resumed=2)
+    whole, cut = (tmp_path / name / "metrics.jsonl" for name in ("whole", "cut"))
+    assert whole.read_bytes() == cut.read_bytes()
+
+
+def test_beginning_anew_forgets_the_old_run(tmp_path):
+    write_run(tmp_path, range(4))
+    write_run(tmp_path, range(2))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, "high", None])
+def test_a_metric_that_is_no_finite_number_is_named(tmp_path, bad):
+    writer = MetricsWriter(tmp_path, None)
+    with pytest.raises(ValueError, match="step 4: metric ppo/kl is"):
+        writer.write(4, {"ppo/kl": bad})
+    writer.close()
+    assert read_metrics(tmp_path) == []
+
+
+def test_steps_only_go_up(tmp_path):
+    writer = MetricsWriter(tmp_path, None)
+    writer.write(3, {})
+    with pytest.raises(ValueError, match="step 3 after those of step 3"):
+        writer.write(3, {})
+    writer.close()
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2"):
+        MetricsWriter(tmp_path, 2)
+
+
+def test_running_mean_by_hand():
+    np.testing.assert_allclose(running_mean(np.array([1.0, 3.0, 5.0, 7.0]), 2), [1, 2, 4, 6])
+
+
+def test_the_plot_shows_what_the_run_has(tmp_path):
+    assert plot_run(tmp_path) == []
+    writer = MetricsWriter(tmp_path, None)
+    for step in range(12):
+        writer.write(step, {name: step / 12 for name, _ in PANELS})
+    writer.close()
+    (path,) = plot_run(tmp_path)
+    assert path == tmp_path / "plots" / "curves.png" and path.read_bytes().startswith(b"\x89PNG")
