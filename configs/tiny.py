@@ -101,12 +101,13 @@ def get_config(arg: str = "") -> ConfigDict:
         checkpoint_every=500,
     )
     if a.debug:
+        c.initial_policy = ""
+        c.model.update(num_layers=2, hidden_size=32, num_experts=4)
         c.tasks.update(train_count=64, eval_count=16)
         c.rollout.update(trials=16, concurrency=16)
         c.engine.update(slots=16)
-        c.ppo.update(microbatch=16)
-        c.train.update(steps=3, warmup_steps=1, checkpoint_every=1)
-        c.sft.update(tasks=64, row_length=192, batch=8, steps=20, copy_steps=5, checkpoint_every=10)
+        c.train.update(steps=3, warmup_steps=1, buckets=(192,), checkpoint_every=1)
+        c.sft.update(tasks=64, batch=8, steps=20, copy_steps=5, checkpoint_every=10)
     return c
 
 

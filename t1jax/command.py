@@ -11,17 +11,13 @@ from ml_collections import config_flags
 from t1jax.agent.task import TaskError
 from t1jax.checkpoint import CheckpointError
 from t1jax.experiment import ConfigError
+from t1jax.guard import GuardError
 from t1jax.rollout.collect import CollectError
 from t1jax.rollout.store import StoreError
 from t1jax.types import SandboxError
 
 EXPECTED = (
-    ConfigError,
-    TaskError,
-    CheckpointError,
-    CollectError,
-    StoreError,
-    SandboxError,
+    *(ConfigError, TaskError, CheckpointError, CollectError, StoreError, GuardError, SandboxError),
     OSError,
 )
 

@@ -25,6 +25,7 @@ from t1jax.batch import make_batch, pick_bucket
 from t1jax.checkpoint import Checkpoints
 from t1jax.evaluate import evaluate, summarize, table
 from t1jax.experiment import Experiment, read_experiment, write_config
+from t1jax.guard import check_finite, check_parity
 from t1jax.metrics import MetricsWriter, read_metrics
 from t1jax.plot import plot_run
 from t1jax.ppo.optim import make_optimizer
@@ -35,10 +36,6 @@ from t1jax.rollout.collect import Trial, collect
 from t1jax.run import collect_config, first_state, load_pool, make_chat, make_sampler, shuffle_pool
 from t1jax.sandbox.namespace import NamespaceSandbox, check_available
 from t1jax.types import Trajectory
-
-
-class GuardError(RuntimeError):
-    """The run stopped itself before harm was done: one line with the measure that was out of bounds."""
 
 
 def train(experiment: Experiment, workdir: Path) -> dict:
@@ -57,7 +54,7 @@ def train(experiment: Experiment, workdir: Path) -> dict:
     print(f"{'resuming at' if found else 'starting at'} step {first} of {c.steps}", file=sys.stderr)
 
     sampler = make_sampler(experiment, chat, experiment.rollout)
-    evaluator = make_sampler(experiment, chat, experiment.evaluate)
+    evaluator = make_sampler(experiment, chat, experiment.evaluate)  # may sample otherwise
     writer = MetricsWriter(workdir, first - 1 if found else None)
     store.drop_after(workdir / "trajectories", first - 1)
     score = make_score(experiment.model, experiment.ppo)
@@ -97,18 +94,13 @@ def train(experiment: Experiment, workdir: Path) -> dict:
                 check_parity(c.parity_band, advantages.old_logp, batch, step)
                 state, metrics = train_step(state, batch, advantages, warm)
                 metrics = jax.device_get(metrics | measure(state, batch, advantages))
-                if metrics["guard/nonfinite"]:
-                    store.write(workdir / "nonfinite.parquet", trajectories)
-                    raise GuardError(
-                        f"step {step}: loss or gradient is not finite; nothing was updated, the batch "
-                        f"is kept in {workdir / 'nonfinite.parquet'}"
-                    )
+                store.write_step(workdir / "trajectories", step, trajectories)
+                check_finite(metrics["guard/nonfinite"], step)
                 clock.lap("train")
                 if warm:
                     state = rotate(state)
                 publish(state.behaviour, step + 1, sampler)
                 clock.lap("publish")
-                store.write_step(workdir / "trajectories", step, trajectories)
                 metrics |= rollout_metrics(trajectories) | {"tito/drift": sampler.drifted}
                 writer.write(step, metrics | clock.seconds())
                 done = step + 1
@@ -142,17 +134,6 @@ def roll_out(experiment: Experiment, pool, step: int, sampler, chat) -> list[Tra
     trials = [Trial(pool[i], i) for i in range(step * n, (step + 1) * n)]
     config = collect_config(experiment, experiment.rollout.temperature)
     return asyncio.run(collect(trials, NamespaceSandbox.start, sampler, chat, config))
-
-
-def check_parity(band: float, old_logp, batch, step: int) -> None:
-    """Stops before an update on log-probs that trainer and sampler do not agree about."""
-    gap = np.abs(np.where(batch.sampled, np.asarray(old_logp) - batch.sampler_logp, 0))
-    row, token = np.unravel_index(np.argmax(gap), gap.shape)
-    if not gap[row, token] <= band:
-        raise GuardError(
-            f"step {step}: trainer and sampler differ by {gap[row, token]:.3g} nats at token {token} of "
-            f"trial {batch.trial[row]}, the band is {band:g}: were the sampler's weights published?"
-        )
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:

@@ -119,7 +119,7 @@ class Verdict:
     """What the verifier said. `outcome` is the binary result, None where there was none at all.
 
     `cause` is "report" (per-assertion report read), or why there is none: "no_report", "no_tests",
-    "bad_report", "no_outcome", "verifier_timeout", "verifier_crash", "infra".
+    "bad_report", "bad_reward", "no_outcome", "verifier_timeout", "verifier_crash", "infra".
     """
 
     assertions: tuple[Assertion, ...]

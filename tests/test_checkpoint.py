@@ -71,7 +71,9 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert_same(room.restore(make_state(0)).state, make_state(5))
 
 
-@pytest.mark.parametrize("name", ["host.json", "arrays/_METADATA", "arrays/manifest.ocdbt", "largest"])
+@pytest.mark.parametrize(
+    "name", ["host.json", "arrays/_METADATA", "arrays/manifest.ocdbt", "largest"]
+)
 @pytest.mark.parametrize("how", ["flipped", "cut", "removed"])
 def test_damage_is_named_and_never_skipped(tmp_path, name, how):
     save_steps(tmp_path, [10, 20])
@@ -159,7 +161,10 @@ def test_weights_round_trip_and_replace(tmp_path):
     "change, message",
     [
         (lambda p: p | {"extra": jnp.ones(2)}, r"extra is missing in it, expected float32\[2\]"),
-        (lambda p: {"layer": {"w": p["layer"]["w"]}}, r"layer/b is bfloat16\[5\] in it, expected no such"),
+        (
+            lambda p: {"layer": {"w": p["layer"]["w"]}},
+            r"layer/b is bfloat16\[5\] in it, expected no such",
+        ),
         (
             lambda p: {"layer": p["layer"] | {"w": jnp.ones((5, 3))}},
             r"layer/w is float32\[3, 5\] in it, expected float32\[5, 3\]",

@@ -11,7 +11,9 @@ from t1jax.plot import PANELS, plot_run, running_mean
 def write_run(workdir, steps, resumed=None, seconds=1.0):
     writer = MetricsWriter(workdir, resumed)
     for step in steps:
-        writer.write(step, {"time/step_s": seconds, "ppo/kl": step / 8, "agent/turns": np.float32(2)})
+        writer.write(
+            step, {"time/step_s": seconds, "ppo/kl": step / 8, "agent/turns": np.float32(2)}
+        )
     writer.close()
 
 

@@ -1,6 +1,6 @@
 # The assertions of generated verifiers: `check NAME PREDICATE...` notes one, `report` writes the results.
 # Bash builtins where they serve: a verifier takes milliseconds. What a file holds is only ever compared,
-# and only its first 4096 characters are read.
+# never run, and a text of more than 4096 characters or with a NUL fails.
 shopt -s nullglob dotglob
 names=() statuses=() failed=0 body=
 declare -A modes
@@ -8,17 +8,13 @@ declare -A modes
 exists() { [[ -f $1 && ! -L $1 ]]; }
 absent() { [[ ! -e $1 && ! -L $1 ]]; }
 
-# The text of a file or of standard input into `body`, without its last newline; fails on NUL and excess.
+# Standard input into `body`, without its last newline.
 load() { ! IFS= read -rd '' -n 4096 body && body=${body%$'\n'}; }
 text() { exists "$1" && [[ -r $1 ]] && load <"$1"; }
 holds() { text "$1" && [[ $body == "$2" ]]; }
 says() { text "$1" && [[ $'\n'$body$'\n' == *$'\n'"$2"$'\n'* ]]; }
 lacks() { text "$1" && [[ $'\n'$body$'\n' != *$'\n'"$2"$'\n'* ]]; }
-
-lines() {
-  local newlines=${body//[!$'\n']/}
-  text "$1" && newlines=${body//[!$'\n']/} && ((${#newlines} + 1 == $2))
-}
+lines() { text "$1" && body=${body//[!$'\n']/} && ((${#body} + 1 == $2)); }
 ordered() {
   local line before=
   text "$1" || return
@@ -28,11 +24,11 @@ ordered() {
   done <<<"$body"
 }
 distinct() {
-  local rest line
-  text "$1" && rest=$body$'\n' || return
-  while [[ $rest ]]; do
-    line=${rest%%$'\n'*} rest=${rest#*$'\n'}
-    [[ $'\n'$rest == *$'\n'"$line"$'\n'* ]] && return 1
+  local line
+  text "$1" && body+=$'\n' || return
+  while [[ $body ]]; do
+    line=${body%%$'\n'*} body=${body#*$'\n'}
+    [[ $'\n'$body == *$'\n'"$line"$'\n'* ]] && return 1
   done
   return 0
 }
@@ -41,10 +37,29 @@ distinct() {
 mode() { exists "$1" && [[ ${modes[$1]:=$(stat -c %a "$1")} == $2 ]]; }
 # packs ARCHIVE MEMBER TEXT
 packs() { exists "$1" && load < <(tar -xOf "$1" "$2") && [[ $body == "$3" ]]; }
-# packs_only ARCHIVE MEMBER...: in order of their names
-packs_only() { shift_sorted "$@"; }
-# only NAME...: in order of their names
+# members ARCHIVE FIRST SECOND: these two and no more, in any order
+members() { exists "$1" && load < <(tar -tf "$1") && [[ $body == "$2"$'\n'"$3" || $body == "$3"$'\n'"$2" ]]; }
+# only NAME...: the work folder holds these, given in order, and no more
 only() {
   local found=(*)
   ((${#found[@]} == $#)) && [[ ${found[*]} == "$*" ]]
+}
+
+check() {
+  names+=("$1")
+  if [[ $PWD == /app ]] && "${@:2}" 2>/dev/null; then
+    statuses+=(passed)
+  else
+    statuses+=(failed) failed=$((failed + 1))
+  fi
+}
+
+report() {
+  local i n=${#names[@]} tests=''
+  for ((i = 0; i < n; i++)); do
+    tests+=",{\"name\":\"${names[i]}\",\"status\":\"${statuses[i]}\",\"duration\":0}"
+  done
+  printf '{"results":{"tool":{"name":"checks"},"summary":{"tests":%d,"passed":%d,"failed":%d,"pending":0,"skipped":0,"other":0,"start":0,"stop":0},"tests":[%s]}}\n' \
+    "$n" $((n - failed)) "$failed" "${tests#,}" >/logs/verifier/ctrf.json
+  echo $((failed == 0)) >/logs/verifier/reward.txt
 }

@@ -38,7 +38,7 @@ def write(rng: random.Random) -> Instance:
         "write",
         f"Write {x} into {a} and {y} into {b} .",
         {},
-        _holds(a, x) | _holds(b, y) | _only(a, b),
+        _text(a, x) | _text(b, y) | _only(a, b),
         (first, second),
         ((first,), (first, f"echo {x} > {b}"), (first, f"echo {y} >> {a}")),
     )
@@ -51,7 +51,10 @@ def edit(rng: random.Random) -> Instance:
         "edit",
         f"Rename {a} to {b} and replace {x} by {y} in it .",
         {a: f"use {x}\nkeep {z}\n"},
-        _gone(a) | _holds(b, f"use {y}\nkeep {z}") | {"kept": _contains(b, f"keep {z}")} | _only(b),
+        _gone(a)
+        | _text(b, f"use {y}\nkeep {z}", says=f"use {y}")
+        | {f"{b} lacks {x}": f"lacks {b} 'use {x}'", f"{b} keeps {z}": f"says {b} 'keep {z}'"}
+        | _only(b),
         (rename, replace),
         (
             (rename,),
@@ -71,9 +74,9 @@ def count(rng: random.Random) -> Instance:
         "count",
         f"Count the lines of {a} into {b} and its words into {c} .",
         {a: text},
-        _holds(a, text.rstrip("\n"))
-        | _holds(b, str(len(lines)))
-        | _holds(c, str(len(text.split())))
+        _kept(a, text.rstrip("\n"))
+        | _text(b, str(len(lines)))
+        | _text(c, str(len(text.split())))
         | _only(a, b, c),
         (first, second),
         ((first,), (first, f"wc -c < {a} > {c}"), (f"wc -w < {a} > {b}",)),
@@ -83,7 +86,7 @@ def count(rng: random.Random) -> Instance:
 def sort(rng: random.Random) -> Instance:
     a, b = rng.sample(NAMES, 2)
     words = rng.sample(NAMES, rng.randint(2, 4))
-    lines = words + [rng.choice(words)]
+    lines = [*words, rng.choice(words)]
     rng.shuffle(lines)
     lines += [min(words)] if lines == sorted(lines) else []  # never in order already
     unique, remove = f"sort -u {a} > {b}", f"rm {a}"
@@ -91,7 +94,14 @@ def sort(rng: random.Random) -> Instance:
         "sort",
         f"Sort {a} into {b} without repeats , then delete {a} .",
         {a: "\n".join(lines) + "\n"},
-        _gone(a) | _holds(b, "\n".join(sorted(words))) | _only(b),
+        _gone(a)
+        | _text(b, "\n".join(sorted(words)), says=min(words))
+        | {
+            f"{b} is complete": f"lines {b} {len(words)}",
+            f"{b} is in order": f"ordered {b}",
+            f"{b} has no repeats": f"distinct {b}",
+        }
+        | _only(b),
         (unique, remove),
         ((unique,), (f"sort {a} > {b}", remove), (f"sort {a} > {b}",), (f"cp {a} {b}", remove)),
     )
@@ -105,7 +115,7 @@ def perms(rng: random.Random) -> Instance:
         "perms",
         f"Set the mode of {a} to {p} and of {b} to {q} .",
         {a: f"{x}\n", b: f"{y}\n"},
-        _mode(a, p) | _mode(b, q) | _holds(a, x) | _holds(b, y) | _only(a, b),
+        _mode(a, p) | _mode(b, q) | _kept(a, x) | _kept(b, y) | _only(a, b),
         (first, second),
         ((first,), (first, f"chmod {p} {b}"), (f"chmod {q} {a}", f"chmod {p} {b}")),
     )
@@ -118,7 +128,15 @@ def archive(rng: random.Random) -> Instance:
         "archive",
         f"Pack {a} and {b} into the archive {c} , then delete both .",
         {a: f"{x}\n", b: f"{y}\n"},
-        _archived(c, a, x) | _archived(c, b, y) | _gone(a) | _gone(b) | _only(c),
+        {
+            f"{c} exists": f"exists {c}",
+            f"{c} packs {a}": f"packs {c} {a} {x}",
+            f"{c} packs {b}": f"packs {c} {b} {y}",
+            f"{c} packs both": f"members {c} {a} {b}",
+        }
+        | _gone(a)
+        | _gone(b)
+        | _only(c),
         (pack, remove),
         ((pack,), (pack, f"rm {a}"), (f"tar cf {c} {a}", remove), (f"tar cf {c} {b}", f"rm {a}")),
     )
@@ -136,7 +154,7 @@ def cleanup(rng: random.Random) -> Instance:
             a: f"{x}\n",
             "make": f'read word < "$1"\necho "echo $word " > "$2"\nls > {c}\necho left {c}\n',
         },
-        _holds(b, program) | _prints(b, x) | _gone("make") | _gone(a) | _gone(c) | _only(b),
+        _text(b, program) | _gone("make") | _gone(a) | _gone(c) | _only(b),
         (make, attempt, remove),
         ((make, attempt), (make, attempt, f"rm make {a}"), (make, attempt, f"rm {c}"), (make,)),
     )
@@ -149,7 +167,7 @@ def tree(rng: random.Random) -> Instance:
         "tree",
         f"Make folders {a} and {b} , move {c} into {a} , copy {d} into {b} .",
         {c: f"{x}\n", d: f"{y}\n"},
-        _holds(f"{a}/{c}", x) | _holds(f"{b}/{d}", y) | _gone(c) | _holds(d, y) | _only(a, b, d),
+        _text(f"{a}/{c}", x) | _text(f"{b}/{d}", y) | _gone(c) | _kept(d, y) | _only(a, b, d),
         (folders, move, copy),
         (
             (folders, move),
@@ -165,12 +183,17 @@ FAMILIES: dict[str, Callable[[random.Random], Instance]] = {
 }
 
 
-def _holds(path: str, text: str) -> dict[str, str]:
-    return {f"{path} exists": f"regular {path}", f"{path} holds": f"holds {path} {_quote(text)}"}
+def _text(path: str, text: str, says: str | None = None) -> dict[str, str]:
+    """A file with this text; a file that `says` a line of it (the whole, if not given) has two of three."""
+    return {
+        f"{path} exists": f"exists {path}",
+        f"{path} says": f"says {path} {_quote(says or text)}",
+        f"{path} is exact": f"holds {path} {_quote(text)}",
+    }
 
 
-def _contains(path: str, line: str) -> str:
-    return f"contains {path} {_quote(line)}"
+def _kept(path: str, text: str) -> dict[str, str]:
+    return {f"{path} is kept": f"holds {path} {_quote(text)}"}
 
 
 def _gone(path: str) -> dict[str, str]:
@@ -182,15 +205,13 @@ def _only(*names: str) -> dict[str, str]:
 
 
 def _mode(path: str, mode: str) -> dict[str, str]:
-    return {f"{path} has mode {mode}": f"mode {path} {mode}"}
-
-
-def _archived(path: str, member: str, text: str) -> dict[str, str]:
-    return {f"{path} packs {member}": f"packs {path} {member} {_quote(text)}"}
-
-
-def _prints(path: str, text: str) -> dict[str, str]:
-    return {f"{path} runs": f"prints {path} {_quote(text)}"}
+    owner, group, others = mode
+    return {
+        f"{path} for its owner": f"mode {path} '{owner}??'",
+        f"{path} for its group": f"mode {path} '?{group}?'",
+        f"{path} for others": f"mode {path} '??{others}'",
+        f"{path} has mode {mode}": f"mode {path} {mode}",
+    }
 
 
 def _quote(text: str) -> str:

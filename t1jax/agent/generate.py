@@ -86,10 +86,12 @@ def write_task(path: Path, instance: Instance, split: Split, seed: int) -> None:
         (files / name).write_text(text)
     shutil.copyfile(CHECKS, path / "tests/checks.sh")
     (path / "tests/test.sh").write_text(test_script(instance))
-    (path / "solution/solve.sh").write_text("\n".join(("set -e", *instance.solution)) + "\n")
+    (path / "solution/solve.sh").write_text(
+        "\n".join(("#!/bin/bash", "set -e", *instance.solution)) + "\n"
+    )
 
 
 def test_script(instance: Instance) -> str:
     """The verifier: one `check` an assertion, then the report."""
     checks = [f"check '{name}' {predicate}" for name, predicate in instance.checks.items()]
-    return "\n".join(("cd /app || exit 1", ". /tests/checks.sh", *checks, "report")) + "\n"
+    return "\n".join(("#!/bin/bash", "cd /app", ". /tests/checks.sh", *checks, "report")) + "\n"

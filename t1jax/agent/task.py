@@ -24,6 +24,7 @@ SECTIONS = {
 }
 FREE = {"version", "schema_version", "metadata"}  # informational: no key in them is unknown
 NETWORKS = ("public", "no-network", "allowlist")
+MAX_NUMBER = 1e12  # of seconds, MiB or cores
 MIB_PER_UNIT = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 
@@ -55,8 +56,8 @@ def load_task(path: Path) -> Task:
     if missing:
         raise TaskError(f"{path}: not a task folder, {', '.join(missing)} missing")
     try:
-        config = tomllib.loads((path / "task.toml").read_text())
-        instruction = (path / "instruction.md").read_text().strip()
+        config = tomllib.loads((path / "task.toml").read_text("utf-8"))
+        instruction = (path / "instruction.md").read_text("utf-8").strip()
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TaskError(f"{path}: task.toml or instruction.md cannot be read: {error}") from error
     if not instruction:
@@ -82,7 +83,7 @@ def load_task(path: Path) -> Task:
         verifier_env=read.env("verifier"),
         solution_env=read.env("solution"),
         metadata=read.section("metadata"),
-        unknown_keys=_unknown_keys(config),
+        unknown_keys=read.unknown_keys(),
     )
 
 
@@ -99,7 +100,7 @@ class _Reader:
     def number(self, section: str, key: str, default: float) -> float:
         value = self.section(section).get(key, default)
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or value <= 0:
+        if not good or not 0 < value < MAX_NUMBER:
             self._refuse(f"{section}.{key}", value, "a positive number")
         return float(value)
 
@@ -118,16 +119,18 @@ class _Reader:
         match = re.fullmatch(r"([\d.]+)\s*([KMGT])i?B?", section[deprecated].strip(), re.IGNORECASE)
         try:
             size = math.ceil(float(match[1]) * MIB_PER_UNIT[match[2].upper()])
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             size = 0
-        if size <= 0:
+        if not 0 < size < MAX_NUMBER:
             self._refuse(f"environment.{deprecated}", section[deprecated], 'a size such as "2G"')
         return size
 
     def network(self) -> str:
         section = self.section("environment")
-        allowed = "public" if section.get("allow_internet", True) else "no-network"
-        mode = section.get("network_mode", allowed)
+        internet = section.get("allow_internet", True)
+        if not isinstance(internet, bool):
+            self._refuse("environment.allow_internet", internet, "true or false")
+        mode = section.get("network_mode", "public" if internet else "no-network")
         if mode not in NETWORKS:
             self._refuse("environment.network_mode", mode, f"one of {', '.join(NETWORKS)}")
         return mode
@@ -138,13 +141,12 @@ class _Reader:
             self._refuse(f"{section}.env", env, "a table of strings")
         return env
 
+    def unknown_keys(self) -> tuple[str, ...]:
+        """Dotted names of the keys that nothing acts on, sorted."""
+        unknown = {name for name in self._config if name not in SECTIONS.keys() | FREE}
+        for name, known in SECTIONS.items():
+            unknown |= {f"{name}.{key}" for key in self.section(name) if key not in known}
+        return tuple(sorted(unknown))
+
     def _refuse(self, key: str, value: object, wanted: str):
         raise TaskError(f"{self._path / 'task.toml'}: {key} = {value!r} is not {wanted}")
-
-
-def _unknown_keys(config: dict) -> tuple[str, ...]:
-    """Dotted names, sorted."""
-    unknown = {name for name in config if name not in SECTIONS.keys() | FREE}
-    for section, known in SECTIONS.items():
-        unknown |= {f"{section}.{key}" for key in config.get(section, {}) if key not in known}
-    return tuple(sorted(unknown))

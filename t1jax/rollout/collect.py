@@ -51,10 +51,10 @@ async def collect(
 ) -> list[Trajectory]:
     """Runs all trials; returns their trajectories in the order of `trials`, each with a reward.
 
-    A trial that had no room or no time for a single reply has a verdict and a reward, but no tokens to train
-    on. An attempt that fails in the infrastructure is made again; its tokens are dropped. Raises CollectError
-    when a trial fails `max_attempts` times, or more than `max_infra_share` failures a trial are counted. The first
-    exception of any kind ends the rest.
+    A trial that had no room or no time for a single reply has a verdict and a reward, but no tokens to
+    train on. An attempt that fails in the infrastructure is made again; its tokens are dropped. Raises
+    CollectError when a trial fails `max_attempts` times, or all together more than `max_infra_share`
+    times the number of trials. The first exception of any kind ends the rest.
     """
     places = asyncio.Semaphore(config.concurrency)
     failures: list[str] = []

@@ -66,12 +66,13 @@ class ConfineError(Exception):
 
 def drop_root() -> None:
     """Leaves uid 0 for good (nothing to do for a plain user); made the OOM killer's first choice."""
-    with open("/proc/self/oom_score_adj", "w") as file:
+    with _step("oom_score_adj"), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     if os.getuid() == 0:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        with _step(f"leaving uid 0 for {NOBODY}"):
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
     _call("hide", LIBC.prctl(4, 0, 0, 0, 0))  # PR_SET_DUMPABLE
 
 

@@ -22,8 +22,12 @@ def main(requests: socket.socket, host: int) -> None:
     """Forks until the host is gone."""
     os.chdir("/")
     host_exit = os.pidfd_open(host)
-    confine.drop_root()
-    confine.adopt_orphans()
+    problem = None
+    try:
+        confine.drop_root()
+        confine.adopt_orphans()
+    except confine.ConfineError as error:
+        problem = error  # told to every request
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended sandboxes are reaped by the kernel
     gc.disable()
     gc.freeze()
@@ -38,13 +42,15 @@ def main(requests: socket.socket, host: int) -> None:
             requests.close()
             os.close(host_exit)
             os.set_inheritable(fds[0], False)
-            _sandbox(socket.socket(fileno=fds[0]))
+            _sandbox(socket.socket(fileno=fds[0]), problem)
         os.close(fds[0])
 
 
-def _sandbox(control: socket.socket) -> None:
+def _sandbox(control: socket.socket, problem: Exception | None) -> None:
     """Becomes a sandbox, or says on `control` why it cannot. Never returns."""
     try:
+        if problem:
+            raise problem
         spec, _ = wire.receive(control)
         confine.unshare()
         parent = os.pidfd_open(os.getpid())

@@ -1,0 +1,33 @@
+"""Checks that stop a run before it does harm."""
+
+import jax
+import numpy as np
+
+from t1jax.batch import RolloutBatch
+
+
+class GuardError(RuntimeError):
+    """The run stopped itself: one line with the measure that was out of bounds."""
+
+
+def check_parity(band: float, old_logp: jax.Array, batch: RolloutBatch, step: int) -> None:
+    """Raises GuardError where trainer and sampler differ by more than `band` nats on a sampled token.
+
+    Both evaluated the same weights, so a larger difference means a stale or wrong sampler.
+    """
+    gap = np.abs(np.where(batch.sampled, np.asarray(old_logp) - batch.sampler_logp, 0))
+    row, token = np.unravel_index(np.argmax(gap), gap.shape)
+    if not gap[row, token] <= band:
+        raise GuardError(
+            f"step {step}: trainer and sampler differ by {gap[row, token]:.3g} nats at token {token} of "
+            f"trial {batch.trial[row]}, the band is {band:g}: were the sampler's weights published?"
+        )
+
+
+def check_finite(nonfinite: float, step: int) -> None:
+    """Raises GuardError where a loss or gradient was not finite (the update was not made)."""
+    if nonfinite:
+        raise GuardError(
+            f"step {step}: loss or gradient is not finite; nothing was updated, the trajectories of the "
+            "step are kept for inspection"
+        )

@@ -1,0 +1,88 @@
+"""Bad input to the mains: one line on stderr, exit code 1, nothing half-written."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ENV = os.environ | {
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PLATFORMS": "cpu",
+}
+CONFIG = "--config=configs/tiny.py:debug"
+
+
+def run(*argv: str, wrapper: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    command = [*wrapper, sys.executable, "-m", *argv]
+    return subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+
+
+def refused(*argv: str, says: str, wrapper: tuple[str, ...] = ()) -> None:
+    done = run(*argv, wrapper=wrapper)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode != 0 and len(lines) == 1, done.stderr
+    assert says in lines[0], lines[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_misspelt_key(tmp_path):
+    override = "--config.train.stepz=3"
+    refused("t1jax.train", CONFIG, override, f"--workdir={tmp_path / 'run'}", says="stepz")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_config_file(tmp_path):
+    refused("t1jax.train", "--config=configs/none.py", f"--workdir={tmp_path}", says="none.py")
+
+
+def test_a_workdir_that_is_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    refused("t1jax.train", CONFIG, f"--workdir={tmp_path / 'file'}", says="is a file")
+
+
+def test_an_empty_task_folder(tmp_path):
+    (tmp_path / "tasks").mkdir()
+    tasks = f"--config.tasks.train={tmp_path / 'tasks'}"
+    refused(
+        "t1jax.train", CONFIG, tasks, f"--workdir={tmp_path / 'run'}", says="holds no task folders"
+    )
+
+
+def test_a_task_without_tests(tmp_path):
+    done = run("t1jax.tasks", f"--out={tmp_path / 'tasks'}", "--count=2")
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(next((tmp_path / "tasks").iterdir()) / "tests")
+    tasks = f"--config.tasks.train={tmp_path / 'tasks'}"
+    refused(
+        "t1jax.train", CONFIG, tasks, f"--workdir={tmp_path / 'run'}", says="tests/test.sh missing"
+    )
+
+
+def test_a_checkpoint_that_is_none(tmp_path):
+    (tmp_path / "policy").mkdir()
+    policy = f"--config.initial_policy={tmp_path / 'policy'}"
+    refused(
+        "t1jax.train",
+        CONFIG,
+        policy,
+        f"--workdir={tmp_path / 'run'}",
+        says="manifest.json is missing",
+    )
+
+
+def test_a_full_disk(tmp_path):
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("needs unshare to mount a small disk")
+    mount = f'mount -t tmpfs -o size=64k none "{tmp_path}" && exec "$@"'
+    wrapper = ("unshare", "-rm", "sh", "-c", mount, "sh")
+    refused(
+        "t1jax.train",
+        CONFIG,
+        f"--workdir={tmp_path / 'run'}",
+        wrapper=wrapper,
+        says="the disk is full",
+    )

@@ -1,0 +1,71 @@
+import dataclasses
+
+import pytest
+
+from configs import tiny
+from t1jax.experiment import ConfigError, parse_arg, read_experiment, write_config
+
+
+@pytest.mark.parametrize("arg", ["", "debug"])
+def test_the_tiny_config_builds(arg):
+    experiment = read_experiment(tiny.get_config(arg))
+    assert experiment.model.vocab_size == 512
+    assert dataclasses.asdict(experiment)["ppo"]["clip_low"] == 0.2
+
+
+def test_every_sweep_point_resolves():
+    points = []
+    tiny.sweep(lambda **changes: points.append(changes))
+    assert len(points) == 9
+    for changes in points:
+        config = tiny.get_config()
+        config.lock()
+        config.update_from_flattened_dict(changes)
+        assert read_experiment(config).seed == changes["seed"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("ppo.clip_lo", 0.1, "unknown key ppo.clip_lo"),
+        ("train.steps", "many", "train.steps = 'many' is not int"),
+        ("train.steps", True, "train.steps = True is not int"),
+        ("reward.kind", "best", "reward.kind = 'best' is not"),
+        ("rollout.top_p", 0.9, "top_p = 1"),
+        ("rollout.temperature", 0.0, "temperature > 0"),
+        ("episode.command_timeout_s", 100.0, "command_timeout_s must be below"),
+        ("ppo.microbatch", 7, "must divide"),
+        ("episode.max_context", 4096, "does not fit"),
+        ("model.num_layers", 3, "model: num_layers=3 must be a multiple"),
+        ("train.buckets", (), "train.buckets = () is not"),
+    ],
+)
+def test_a_wrong_value_is_named(key, value, message):
+    config = tiny.get_config()
+    with config.unlocked(), config.ignore_type():
+        config.update_from_flattened_dict({key: value})
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        read_experiment(config)
+
+
+def test_a_missing_key_is_named():
+    config = tiny.get_config()
+    del config.ppo["gamma"]
+    with pytest.raises(ConfigError, match="lacks ppo.gamma"):
+        read_experiment(config)
+
+
+def test_a_folder_keeps_to_one_configuration(tmp_path):
+    config = tiny.get_config()
+    write_config(config, tmp_path)
+    write_config(config, tmp_path)
+    config.seed = 5
+    with pytest.raises(ConfigError, match="seed: 0 there, 5 here"):
+        write_config(config, tmp_path)
+
+
+def test_arguments_of_a_config_file():
+    assert parse_arg("debug", debug=False, wide=False).debug is True
+    assert parse_arg(None, debug=False).debug is False
+    with pytest.raises(ValueError, match="'dbug'"):
+        parse_arg("dbug", debug=False)

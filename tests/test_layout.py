@@ -1,0 +1,45 @@
+"""Imports run in one direction: host and device know nothing of each other, no library imports a main."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "t1jax"
+FILES = sorted(ROOT.rglob("*.py"))
+MAINS = {p.stem for p in ROOT.glob("*.py") if "command.run(main)" in p.read_text()}
+HOST = ("agent", "sandbox", "rollout")
+DEVICE = ("model", "ppo")
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names of all modules a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_design(path):
+    names, room = imported(path), path.relative_to(ROOT).parts[0]
+    if room in HOST:
+        assert not [n for n in names if n.split(".")[0] in ("jax", "flax", "optax")]
+        assert not [n for n in names if n.startswith(tuple(f"t1jax.{d}" for d in DEVICE))]
+    if room in DEVICE:
+        assert not [n for n in names if n.startswith(tuple(f"t1jax.{h}." for h in HOST))]
+        assert not names & {"os", "pathlib", "json", "subprocess", "asyncio"}
+    if path.parent != ROOT:
+        assert not [n for n in names if n.split(".")[:1] == ["t1jax"] and n.split(".")[1] in MAINS]
+
+
+def test_the_mains_are_found():
+    assert {"train", "sft", "evaluate", "tasks", "tokenizer"} <= MAINS
+
+
+def test_files_stay_small():
+    long = {str(p.relative_to(ROOT)): n for p in FILES if (n := p.read_text().count("\n")) > 360}
+    assert not long
