@@ -6,7 +6,6 @@ shares its batch and in whatever order requests arrive.
 """
 
 import asyncio
-import collections
 import dataclasses
 import functools
 import threading
@@ -19,9 +18,10 @@ import numpy as np
 
 from t1jax.model.config import ModelConfig
 from t1jax.model.decode import extend, init_cache, sample, uniforms
+from t1jax.slots import Request, Slot, SlotTable
 from t1jax.types import Sampled
 
-PATIENCE = 8  # decode steps a waiting request may see before it is prefilled in a call of its own
+PATIENCE = 8  # decode steps a prompt waits for others to fill a prefill call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,52 +30,25 @@ class Sampling:
 
     temperature: float
     top_p: float
-    top_k: int
+    top_k: int  # 0 = off
 
     def __post_init__(self):
         if not self.temperature > 0:
             raise ValueError(
                 f"temperature {self.temperature} is not positive: log-probs mean nothing"
             )
-
-
-@dataclasses.dataclass(eq=False)
-class _Request:
-    """One call of `sample` on its way through the worker."""
-
-    trial: int
-    turn: int
-    tokens: np.ndarray
-    experts_start: int
-    max_new: int
-    future: asyncio.Future
-    loop: asyncio.AbstractEventLoop
-    started: float
-    slot: int = -1
-    waited: int = 0
-    first_row: int = 0  # position of the first of `experts`
-    ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    experts: list[np.ndarray] = dataclasses.field(default_factory=list)
-    cancelled: bool = False
-
-
-@dataclasses.dataclass
-class _Slot:
-    """What a cache slot holds: the tokens read for which trial. `used` orders eviction."""
-
-    trial: int | None = None
-    tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    request: _Request | None = None
-    used: int = 0
+        if not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError(
+                f"top_p={self.top_p}, top_k={self.top_k}: need 0 < top_p <= 1, top_k >= 0"
+            )
 
 
 class JaxSampler:
     """Implements types.Sampler. One worker thread owns the device; call `load` before the first sample.
 
-    `slots` streams of at most `max_len` tokens stay cached between the turns of a trial. Prefill runs in
-    calls of [prefill_rows, bucket]; longer prompts take several. `drifted` counts cached tokens that a
-    caller's stream did not repeat: 0 where token ids are kept (TITO).
+    Up to `slots` trials of at most `max_len` tokens are served at a time and stay cached between their
+    turns; further ones wait for a release, oldest first. Prompts are read in calls of [prefill_rows,
+    bucket], long ones in several.
     """
 
     def __init__(
@@ -91,261 +64,226 @@ class JaxSampler:
         stop_ids: Sequence[int],
     ):
         self.config, self.max_len, self.version = config, max_len, -1
-        self.drifted = 0
-        self._buckets, self._prefill_rows = sorted(prefill_buckets), prefill_rows
-        self._stop = frozenset(stop_ids)
-        self._dtype = np.uint8 if config.num_experts <= 256 else np.uint16
-        self._slots = [_Slot() for _ in range(slots)]
-        self._waiting: collections.deque[_Request] = collections.deque()
-        self._active: dict[int, _Request] = {}  # by slot
-        self._params = self._error = None
-        self._clock, self._closed = 0, False
-        self._cache = init_cache(config, slots, max_len)
+        self._slots, self._prefill_rows, self._stop = slots, prefill_rows, frozenset(stop_ids)
         self._sampling, self._seed = sampling, np.uint32(seed)
-        self._wake = threading.Condition()
+        self._cache = init_cache(config, slots, max_len)
+        self._params: dict | None = None
+        self._table = SlotTable(slots, prefill_rows, prefill_buckets, PATIENCE)
+        self._ended: BaseException | None = None  # why no more is served
+        self._lock = threading.Condition()  # of the table and of `_ended`
         self._worker = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._worker.start()
 
+    @property
+    def drifted(self) -> int:
+        """Cached tokens that a caller's stream did not repeat, so far: 0 where token ids are kept (TITO)."""
+        return self._table.drifted
+
     def load(self, params: dict, version: int) -> None:
-        """Publishes weights. Raises RuntimeError while requests are in flight: none may span versions."""
-        with self._wake:
-            if self._waiting or self._active:
+        """Publishes weights; all that is cached is forgotten.
+
+        Raises RuntimeError while requests are in flight, as none may span two versions; cancelled ones
+        are waited for.
+        """
+        with self._lock:
+            self._check_serving()
+            if any(not request.cancelled for request in self._table.requests()):
                 raise RuntimeError("weights can be loaded only while no request is in flight")
-            self._params, self.version = params, version
-            for slot in self._slots:
-                slot.trial, slot.tokens = None, slot.tokens[:0]
+            self._lock.wait_for(lambda: not self._table.requests())
+            self._table.release_all()
+            self._params, self.version = jax.tree.map(jnp.asarray, params), version
 
     async def sample(
         self, trial: int, turn: int, tokens: np.ndarray, experts_start: int, max_new: int
     ) -> Sampled:
-        """See types.Sampler. Raises ValueError for a stream that cannot be continued."""
-        tokens = np.asarray(tokens, np.int32)
-        self._check(tokens, experts_start, max_new)
-        loop = asyncio.get_running_loop()
-        request = _Request(
-            trial,
-            turn,
-            tokens,
-            experts_start,
-            max_new,
-            loop.create_future(),
-            loop,
-            time.monotonic(),
-        )
-        with self._wake:
+        """See types.Sampler. Raises RuntimeError without weights and once the sampler has ended.
+
+        Cancelling it ends the work at the next step and frees the trial's slot.
+        """
+        tokens = self._check(trial, turn, tokens, experts_start, max_new)
+        future = asyncio.get_running_loop().create_future()
+        request = Request(trial, turn, tokens, experts_start, max_new, future, time.monotonic())
+        with self._lock:
+            self._check_serving()
             if self._params is None:
                 raise RuntimeError("no weights are loaded")
-            if self._error is not None or self._closed:
-                raise RuntimeError(f"the sampler has ended: {self._error or 'closed'}")
-            self._waiting.append(request)
-            self._wake.notify()
+            if any(r.trial == trial and not r.cancelled for r in self._table.requests()):
+                raise ValueError(f"trial {trial} already has a request in flight")
+            self._table.waiting.append(request)
+            self._lock.notify_all()
         try:
-            return await request.future
-        finally:
-            request.cancelled = True
+            return await future
+        except asyncio.CancelledError:
+            with self._lock:
+                request.cancelled = True
+                self._lock.notify_all()
+            raise
 
     async def release(self, trial: int) -> None:
-        """Gives the trial's slot away."""
-        with self._wake:
-            for slot in self._slots:
-                if slot.trial == trial and slot.request is None:
-                    slot.trial, slot.tokens = None, slot.tokens[:0]
+        """Frees the trial's slot."""
+        with self._lock:
+            self._table.release(trial)
+            self._lock.notify_all()
 
     def close(self) -> None:
-        """Ends the worker; requests in flight fail."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
+        """Ends the worker; requests in flight fail. Idempotent."""
+        with self._lock:
+            self._ended = self._ended or RuntimeError("it was closed")
+            self._lock.notify_all()
         self._worker.join()
 
-    def _check(self, tokens: np.ndarray, experts_start: int, max_new: int) -> None:
-        if not 0 < len(tokens) < self.max_len:
+    def _check(self, trial, turn, tokens, experts_start, max_new) -> np.ndarray:
+        tokens, vocabulary = np.asarray(tokens), self.config.vocab_size
+        if tokens.ndim != 1 or not 0 < len(tokens) < self.max_len:
             raise ValueError(
-                f"a stream of {len(tokens)} tokens leaves no room to sample in a context of {self.max_len}"
+                f"trial {trial}: cannot continue a stream of shape {tokens.shape}, "
+                f"1 to {self.max_len - 1} tokens leave room in the context"
             )
-        bad = np.flatnonzero((tokens < 0) | (tokens >= self.config.vocab_size))
+        bad = np.flatnonzero((tokens < 0) | (tokens >= vocabulary))
         if len(bad):
             raise ValueError(
-                f"token {bad[0]} has id {tokens[bad[0]]}, outside a vocabulary of {self.config.vocab_size}"
+                f"trial {trial}: token {bad[0]} has id {tokens[bad[0]]}, "
+                f"outside a vocabulary of {vocabulary}"
             )
         if not 0 <= experts_start < len(tokens) or max_new < 1:
-            raise ValueError(f"experts_start={experts_start}, max_new={max_new} make no request")
+            raise ValueError(
+                f"trial {trial}: experts_start={experts_start} must lie below {len(tokens)} tokens, "
+                f"and max_new={max_new} must be positive"
+            )
+        if not (0 <= trial < 2**31 and 0 <= turn < 2**31):
+            raise ValueError(f"trial {trial}, turn {turn}: both are numbers below 2^31")
+        return tokens.astype(np.int32)
+
+    def _check_serving(self) -> None:
+        if self._ended is not None:
+            raise RuntimeError(f"the sampler has ended: {self._ended}")
 
     def _run(self) -> None:
+        """The worker: new prompts as they come, then one more token for everybody."""
         try:
-            while True:
-                with self._wake:
-                    self._wake.wait_for(lambda: self._waiting or self._active or self._closed)
-                    if self._closed:
-                        raise RuntimeError("closed")
-                    batch = self._admit()
-                if batch:
-                    self._prefill(batch)
-                if self._active:
+            while self._wait_for_work():
+                hurry = not self._table.decoding
+                while group := self._table.next_group(hurry):
+                    self._prefill(group)
+                if self._table.decoding:
                     self._decode()
-        except BaseException as error:
-            with self._wake:
-                self._error = error
-                for request in [*self._waiting, *self._active.values()]:
-                    self._resolve(request, error)
+        except BaseException as error:  # whatever it is, nobody may wait for ever
+            self._ended = error
+        with self._lock:
+            failure = RuntimeError(f"the sampler has ended: {self._ended!r}")
+            for request in self._table.requests():
+                _settle(request.future, failure)
+            self._table = SlotTable(0, 1, (1,), 0)
+            self._lock.notify_all()
 
-    def _admit(self) -> list[_Request]:
-        """The waiting requests to prefill now, each with its slot; empty while it pays to wait."""
-        self._waiting = collections.deque(r for r in self._waiting if not r.cancelled)
-        for request in self._waiting:
-            request.waited += 1
-        if self._active and len(self._waiting) < self._prefill_rows:
-            if not self._waiting or self._waiting[0].waited < PATIENCE:
-                return []
-        admitted = []
-        while self._waiting:
-            slot = self._find_slot(self._waiting[0].trial)
-            if slot is None:
-                break
-            request = self._waiting.popleft()
-            held = self._slots[slot]
-            if held.trial != request.trial:
-                held.trial, held.tokens = request.trial, held.tokens[:0]
-            held.request, request.slot = request, slot
-            self._clock += 1
-            held.used = self._clock
-            self._active[slot] = request
-            admitted.append(request)
-        return admitted
+    def _wait_for_work(self) -> bool:
+        """Hands out slots; False where the sampler is to end."""
+        with self._lock:
+            while self._ended is None:
+                self._table.admit()
+                self._lock.notify_all()
+                if self._table.reading or self._table.decoding:
+                    return True
+                self._lock.wait()
+            return False
 
-    def _find_slot(self, trial: int) -> int | None:
-        """The trial's own slot, else a free one, else the longest unused idle one, else None."""
-        idle = [i for i, slot in enumerate(self._slots) if slot.request is None]
-        own = [i for i in idle if self._slots[i].trial == trial]
-        free = [i for i in idle if self._slots[i].trial is None]
-        oldest = sorted(idle, key=lambda i: self._slots[i].used)
-        return next(iter(own + free + oldest), None)
-
-    def _prefill(self, requests: list[_Request]) -> None:
-        """Reads what is new of each request's stream; the last piece yields its first sampled token."""
-        pieces = []
-        for request in requests:
-            slot = self._slots[request.slot]
-            read = len(slot.tokens)
-            if not np.array_equal(slot.tokens, request.tokens[:read]) or read >= len(
-                request.tokens
-            ):
-                self.drifted += int(np.sum(slot.tokens != request.tokens[:read])) if read else 0
-                read = 0
-            request.first_row = read
-            pieces.append((request, read))
-        while pieces:
-            groups = collections.defaultdict(list)
-            for request, read in pieces:
-                count = min(len(request.tokens) - read, self._buckets[-1])
-                bucket = next(b for b in self._buckets if b >= count)
-                groups[bucket].append((request, read, count))
-            pieces = []
-            for bucket, group in groups.items():
-                for i in range(0, len(group), self._prefill_rows):
-                    self._prefill_group(bucket, group[i : i + self._prefill_rows])
-                pieces += [(r, read + n) for r, read, n in group if read + n < len(r.tokens)]
-
-    @property
-    def _fixed(self) -> tuple:
-        return self.config, self._sampling, self._seed, self._params
-
-    def _prefill_group(self, bucket: int, group: list[tuple[_Request, int, int]]) -> None:
-        n = self._prefill_rows
-        rows = np.full(n, len(self._slots), np.int32)  # outside the cache: dropped
-        tokens = np.zeros((n, bucket), np.int32)
-        start, count, trial, turn = (np.zeros(n, np.int32) for _ in range(4))
-        for i, (request, read, size) in enumerate(group):
-            rows[i], start[i], count[i] = request.slot, read, size
-            trial[i], turn[i] = request.trial, request.turn
-            tokens[i, :size] = request.tokens[read : read + size]
-        self._cache, out = _prefill(
-            *self._fixed, self._cache, rows, start, tokens, count, trial, turn
-        )
-        ids, logprobs, experts = jax.device_get(out)
-        for i, (request, read, size) in enumerate(group):
-            request.experts.append(experts[i, :size].astype(self._dtype))
-            slot = self._slots[request.slot]
-            slot.tokens = request.tokens[: read + size]
-            if read + size == len(request.tokens):
-                self._sampled(request, int(ids[i]), logprobs[i])
+    def _prefill(self, group: list[Slot]) -> None:
+        """Reads the next piece of each stream; the last piece yields the reply's first token."""
+        n, bucket = self._prefill_rows, self._table.bucket(group[0])
+        tokens, rows = np.zeros((n, bucket), np.int32), np.full(n, self._slots, np.int32)
+        start, count, trial, turn = np.zeros((4, n), np.int32)
+        for i, slot in enumerate(group):
+            piece = slot.piece[:bucket]
+            tokens[i, : len(piece)] = piece
+            rows[i], start[i], count[i] = slot.index, slot.read, len(piece)
+            trial[i], turn[i] = slot.request.trial, slot.request.turn
+        ids, logprobs, experts = self._call(prefill, rows, start, tokens, count, trial, turn)
+        for i, slot in enumerate(group):
+            slot.request.experts.append(experts[i, : count[i]])
+            slot.tokens = slot.request.tokens[: start[i] + count[i]]
+            if not len(slot.piece):
+                self._table.start_decoding(slot)
+                self._take(slot, int(ids[i]), float(logprobs[i]))
 
     def _decode(self) -> None:
-        """One more token for every active request."""
-        n = len(self._slots)
-        tokens, count, trial, turn = (np.zeros(n, np.int32) for _ in range(4))
-        for i, request in self._active.items():
-            tokens[i], count[i] = request.ids[-1], 1
-            trial[i], turn[i] = request.trial, request.turn
-        self._cache, out = _decode(*self._fixed, self._cache, tokens, count, trial, turn)
-        ids, logprobs, experts = jax.device_get(out)
-        for i, request in list(self._active.items()):
-            request.experts.append(experts[i].astype(self._dtype))
-            self._sampled(request, int(ids[i]), logprobs[i])
+        """Reads each reply's last token and samples the next one."""
+        tokens, count, trial, turn = np.zeros((4, self._slots), np.int32)
+        for slot in self._table.decoding:
+            i, request = slot.index, slot.request
+            tokens[i], count[i], trial[i], turn[i] = request.ids[-1], 1, request.trial, request.turn
+        ids, logprobs, experts = self._call(decode, tokens, count, trial, turn)
+        for slot in self._table.reading:
+            slot.request.waited += 1
+        for slot in list(self._table.decoding):
+            slot.request.experts.append(experts[slot.index])
+            self._take(slot, int(ids[slot.index]), float(logprobs[slot.index]))
 
-    def _sampled(self, request: _Request, token: int, logprob: float) -> None:
-        """Notes one sampled token; ends the request where it stops."""
+    def _call(self, function, *arguments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        fixed = self.config, self._sampling, self._seed, self._params
+        self._cache, out = function(*fixed, self._cache, *arguments)
+        return jax.device_get(out)
+
+    def _take(self, slot: Slot, token: int, logprob: float) -> None:
+        """Adds a token to the reply, and delivers that where it ends."""
+        request = slot.request
         request.ids.append(token)
         request.logprobs.append(logprob)
-        total = len(request.tokens) + len(request.ids)
-        finish = None
+        full = len(request.tokens) + len(request.ids) == self.max_len
         if token in self._stop:
             finish = "stop"
-        elif len(request.ids) == request.max_new or total == self.max_len:
+        elif full or len(request.ids) == request.max_new:
             finish = "length"
-        if finish is None and not request.cancelled:
+        else:
             return
         ids = np.array(request.ids, np.int32)
-        with self._wake:
-            slot = self._slots[request.slot]
-            slot.tokens, slot.request = np.concatenate([request.tokens, ids[:-1]]), None
-            del self._active[request.slot]
-        skip = request.experts_start - request.first_row
-        experts = np.concatenate(request.experts)
-        if skip < 0:
-            error = (
-                f"experts from {request.experts_start} were asked, read from {request.first_row}"
-            )
-            return self._resolve(request, RuntimeError(error))
         reply = Sampled(
             ids=ids,
             logprobs=np.array(request.logprobs, np.float32),
-            experts=experts[skip:],
+            experts=np.concatenate(request.experts)[request.experts_start - request.first_row :],
             experts_start=request.experts_start,
-            finish=finish or "abort",
+            finish=finish,
             version=self.version,
             seconds=time.monotonic() - request.started,
         )
-        self._resolve(request, reply)
+        with self._lock:
+            slot.tokens = np.concatenate([request.tokens, ids[:-1]])  # the last was not read yet
+            self._table.leave(slot)
+        _settle(request.future, reply)
 
-    def _resolve(self, request: _Request, value: Sampled | BaseException) -> None:
-        def resolve():
-            if request.future.done():
-                return
-            if isinstance(value, Sampled):
-                request.future.set_result(value)
-            else:
-                request.future.set_exception(RuntimeError(f"the sampler failed: {value!r}"))
 
-        if not request.loop.is_closed():
-            request.loop.call_soon_threadsafe(resolve)
+def _settle(future: asyncio.Future, value: Sampled | Exception) -> None:
+    """Resolves a future from the worker's thread; nothing happens where nobody awaits it any more."""
+
+    def settle():
+        if future.done():
+            return
+        if isinstance(value, Exception):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
+
+    if not future.get_loop().is_closed():
+        future.get_loop().call_soon_threadsafe(settle)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
-def _prefill(config, sampling, seed, params, cache, rows, start, tokens, count, trial, turn):
-    """Reads a piece of each row's stream, from position `start` of its slot on."""
+def prefill(config, sampling, seed, params, cache, rows, start, tokens, count, trial, turn):
+    """Reads a piece of each row's stream from position `start` on; see `_choose` for what is returned."""
     cache = cache.replace(length=cache.length.at[rows].set(start, mode="drop"))
     cache, logits, experts = extend(config, params, cache, rows, tokens, count)
-    return cache, (*_choose(sampling, seed, logits, trial, turn, start + count), experts)
+    return cache, _choose(config, sampling, seed, logits, experts, trial, turn, start + count)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
-def _decode(config, sampling, seed, params, cache, tokens, count, trial, turn):
+def decode(config, sampling, seed, params, cache, tokens, count, trial, turn):
+    """Reads one token in each slot with count 1."""
     cache, logits, experts = extend(config, params, cache, None, tokens[:, None], count)
-    return cache, (*_choose(sampling, seed, logits, trial, turn, cache.length), experts)
+    return cache, _choose(config, sampling, seed, logits, experts, trial, turn, cache.length)
 
 
-def _choose(sampling, seed, logits, trial, turn, position):
+def _choose(config, sampling, seed, logits, experts, trial, turn, position):
+    """ids i32[R] and logprobs f32[R] at `position`, and the experts as the host keeps them, u8 or u16."""
     uniform = uniforms(seed, trial, turn, position)
     temperature = jnp.full(len(logits), sampling.temperature)
-    return sample(logits, uniform, temperature, sampling.top_p, sampling.top_k)
+    ids, logp = sample(logits, uniform, temperature, sampling.top_p, sampling.top_k)
+    return ids, logp, experts.astype(jnp.uint8 if config.num_experts <= 256 else jnp.uint16)

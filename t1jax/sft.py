@@ -39,8 +39,6 @@ from t1jax.rollout.collect import CollectConfig, Trial, collect
 from t1jax.sandbox.namespace import NamespaceSandbox
 from t1jax.types import Sampled
 
-CONFIG, WORKDIR = command.define_config_flags()
-
 WARMUP = 100  # steps of a rising learning rate
 FLOOR = 0.05  # of the learning rate, reached at the last step
 MAX_COPIES = 6
@@ -153,8 +151,8 @@ def batches(rows: Sequence[Examples], size: int, seed: int) -> grain.MapDataset:
     return grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(size)
 
 
-def sft(experiment: Experiment, workdir: Path) -> dict:
-    """Trains and writes WORKDIR/policy; returns the record."""
+def sft(experiment: Experiment, workdir: Path, config_name: str) -> dict:
+    """Trains and writes `workdir`/policy and its record, `workdir`/SFT.json; returns the record."""
     started, c = time.time(), experiment.sft
     chat = Chat(experiment.tokenizer)
     length = c.row_length
@@ -199,7 +197,7 @@ def sft(experiment: Experiment, workdir: Path) -> dict:
     writer.close()
     save_params(workdir / "policy", params)
     record = {
-        "command": f"python -m t1jax.sft --config={config_flags.get_config_filename(flags.FLAGS['config'])}",
+        "command": f"python -m t1jax.sft --config={config_name}",
         "seed": experiment.seed,
         "task_seed": experiment.tasks.seed,
         "tasks": c.tasks,
@@ -218,8 +216,10 @@ def main() -> None:
     experiment = read_experiment(CONFIG.value)
     workdir = command.workdir_path(WORKDIR.value)
     write_config(CONFIG.value, workdir)
-    print(json.dumps(sft(experiment, workdir)))
+    config_name = config_flags.get_config_filename(flags.FLAGS["config"])
+    print(json.dumps(sft(experiment, workdir, config_name)))
 
 
 if __name__ == "__main__":
+    CONFIG, WORKDIR = command.define_config_flags()
     command.run(main)

@@ -2,8 +2,8 @@
 
     python -m t1jax.tokenizer --out=configs/assets/tiny/tokenizer.json --vocab=512
 
-Byte-level BPE with the Qwen special tokens and pre-tokenizer, so that any text can be encoded and the
-task words, each with the space before it, are one token.
+Byte-level BPE with the Qwen special tokens and nearly the Qwen pre-tokenizer, so that any text can be
+encoded, and the task words, each with the space before it, and the fences of an action are one token.
 """
 
 import itertools
@@ -21,11 +21,10 @@ from t1jax.agent.episode import SILENT
 from t1jax.agent.families import NAMES
 from t1jax.agent.generate import instances
 
-OUT = flags.DEFINE_string("out", None, "The tokenizer.json to write.", required=True)
-VOCAB = flags.DEFINE_integer("vocab", 512, "How many ids.", lower_bound=300)
-
-# Qwen's split: contractions, words with one leading character, single digits, punctuation, line ends.
+# The opening line of a fenced block and its closing line stay whole: the frame of an action is two tokens.
+# Then Qwen's split: contractions, words with one leading character, single digits, punctuation, line ends.
 SPLIT = (
+    r"```[a-z]+\n(?:```)?|\n```(?![a-z])|"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -87,4 +86,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    OUT = flags.DEFINE_string("out", None, "The tokenizer.json to write.", required=True)
+    VOCAB = flags.DEFINE_integer("vocab", 512, "How many ids.", lower_bound=300)
     command.run(main)

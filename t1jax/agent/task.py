@@ -13,7 +13,6 @@ from t1jax.types import Task
 
 REQUIRED = ("task.toml", "instruction.md", "tests/test.sh")
 SECTIONS = {
-    "task": {"name", "version"},
     "agent": {"timeout_sec"},
     "verifier": {"timeout_sec", "env"},
     "environment": {
@@ -22,7 +21,7 @@ SECTIONS = {
     },
     "solution": {"env"},
 }
-FREE = {"version", "schema_version", "metadata"}  # informational: no key in them is unknown
+FREE = {"version", "schema_version", "metadata", "task"}  # informational: no key in them is unknown
 NETWORKS = ("public", "no-network", "allowlist")
 MAX_NUMBER = 1e12  # of seconds, MiB or cores
 MIB_PER_UNIT = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}

@@ -426,9 +426,10 @@ def test_terminus_runs_lines_and_asks_twice(chat, play):
     script = [
         terminus("cd /tmp", "pwd", "false", "echo x"),
         terminus(done=True),
-        terminus("echo more"),
-        "no JSON",
+        terminus("echo more"),  # takes it back
         terminus("echo last", done=True),
+        "no JSON",  # confirms nothing
+        terminus(done=True),
         terminus(done=True),
     ]
     trajectory, _ = play(script, protocol="terminus", max_reply=400)
@@ -437,12 +438,13 @@ def test_terminus_runs_lines_and_asks_twice(chat, play):
         "/tmp\nexit 1\nx",
         CONFIRM,
         "more",
-        "expected a JSON object, got none",
         f"last\n{CONFIRM}",
+        "expected a JSON object, got none",
+        CONFIRM,
     ]
     assert trajectory.turns[0].command == "cd /tmp\npwd\nfalse\necho x"
     assert [t.action for t in trajectory.turns] == [
-        *("command", "submit", "command", "malformed", "submit", "submit")
+        *("command", "submit", "command", "submit", "malformed", "submit", "submit")
     ]
 
 
