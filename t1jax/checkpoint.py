@@ -110,11 +110,7 @@ def write(path: Path, tree: Any, host: dict) -> None:
             _remove(path)
         tmp.rename(path)
         _sync_one(path.parent)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # Orbax reports a full disk as any of these
+    except (OSError, ValueError, RuntimeError) as error:  # a full disk comes as any of them
         shutil.rmtree(tmp, ignore_errors=True)
         raise CheckpointError(f"cannot write checkpoint {path}: {_one_line(error)}") from error
 

@@ -6,6 +6,7 @@ shares its batch and in whatever order requests arrive.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -89,7 +90,8 @@ class JaxSampler:
             self._check_serving()
             if any(not request.cancelled for request in self._table.requests()):
                 raise RuntimeError("weights can be loaded only while no request is in flight")
-            self._lock.wait_for(lambda: not self._table.requests())
+            self._lock.wait_for(lambda: self._ended or not self._table.requests())
+            self._check_serving()
             self._table.release_all()
             self._params, self.version = jax.tree.map(jnp.asarray, params), version
 
@@ -170,10 +172,10 @@ class JaxSampler:
         except BaseException as error:  # whatever it is, nobody may wait for ever
             self._ended = error
         with self._lock:
-            failure = RuntimeError(f"the sampler has ended: {self._ended!r}")
+            failure = RuntimeError(f"the sampler has ended: {self._ended}")
+            failure.__cause__ = self._ended
             for request in self._table.requests():
                 _settle(request.future, failure)
-            self._table = SlotTable(0, 1, (1,), 0)
             self._lock.notify_all()
 
     def _wait_for_work(self) -> bool:
@@ -202,7 +204,8 @@ class JaxSampler:
             slot.request.experts.append(experts[i, : count[i]])
             slot.tokens = slot.request.tokens[: start[i] + count[i]]
             if not len(slot.piece):
-                self._table.start_decoding(slot)
+                with self._lock:
+                    self._table.start_decoding(slot)
                 self._take(slot, int(ids[i]), float(logprobs[i]))
 
     def _decode(self) -> None:
@@ -262,7 +265,7 @@ def _settle(future: asyncio.Future, value: Sampled | Exception) -> None:
         else:
             future.set_result(value)
 
-    if not future.get_loop().is_closed():
+    with contextlib.suppress(RuntimeError):  # its loop is closed
         future.get_loop().call_soon_threadsafe(settle)
 
 

@@ -71,9 +71,7 @@ def read_metrics(workdir: Path) -> list[dict]:
     path = Path(workdir) / "metrics.jsonl"
     if not path.exists():
         return []
-    lines = path.read_text(errors="replace").split("\n")[
-        :-1
-    ]  # what follows the last newline is torn
+    *lines, _torn = path.read_text(errors="replace").split("\n")
     metrics = []
     for number, line in enumerate(lines, 1):
         try:

@@ -87,8 +87,9 @@ def train(experiment: Experiment, workdir: Path) -> dict:
                 warm = step >= c.warmup_steps
                 trajectories = roll_out(experiment, pool, step, sampler, chat)
                 clock.lap("rollout")
-                length = pick_bucket([len(t.tokens) for t in trajectories], c.buckets)
-                batch = make_batch(trajectories, length, experiment.rollout.trials)
+                trained = [t for t in trajectories if t.turns]  # the others hold no token to learn from
+                length = pick_bucket([len(t.tokens) for t in trained], c.buckets)
+                batch = make_batch(trained, length, experiment.rollout.trials)
                 advantages = jax.block_until_ready(score(state, batch))
                 clock.lap("score")
                 check_parity(c.parity_band, advantages.old_logp, batch, step)

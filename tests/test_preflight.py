@@ -95,7 +95,6 @@ def test_the_command(tmp_path):
     [
         (["--tasks=none"], "none: no such folder of tasks"),
         (["--tasks=none", "--sandbox=docker"], "--sandbox=docker is not supported yet"),
-        ([], "--tasks"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message):
