@@ -87,7 +87,7 @@ def train(experiment: Experiment, workdir: Path) -> dict:
                 warm = step >= c.warmup_steps
                 trajectories = roll_out(experiment, pool, step, sampler, chat)
                 clock.lap("rollout")
-                trained = [t for t in trajectories if t.turns]  # the others hold no token to learn from
+                trained = [t for t in trajectories if t.turns]  # the others have no tokens
                 length = pick_bucket([len(t.tokens) for t in trained], c.buckets)
                 batch = make_batch(trained, length, experiment.rollout.trials)
                 advantages = jax.block_until_ready(score(state, batch))

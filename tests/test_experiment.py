@@ -51,7 +51,7 @@ def test_a_wrong_value_is_named(key, value, message):
 def test_a_missing_key_is_named():
     config = tiny.get_config()
     del config.ppo["gamma"]
-    with pytest.raises(ConfigError, match="lacks ppo.gamma"):
+    with pytest.raises(ConfigError, match=r"lacks ppo\.gamma"):
         read_experiment(config)
 
 

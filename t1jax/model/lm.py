@@ -91,7 +91,6 @@ class Trunk(nn.Module):
             split_rngs={"params": True},
             in_axes=(nn.broadcast, 0),
             length=c.num_blocks,
-            unroll=__import__("os").environ.get("UNROLL")=="1" and c.num_blocks or 1,
         )
         x_BTD, (experts, _) = blocks(c, name="blocks")(x_BTD, place, replay)
         experts_BTLK = jnp.moveaxis(experts.reshape(c.num_layers, B, T, -1), 0, 2)
