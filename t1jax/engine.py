@@ -66,7 +66,8 @@ class JaxSampler:
     ):
         self.config, self.max_len, self.version = config, max_len, -1
         self._slots, self._prefill_rows, self._stop = slots, prefill_rows, frozenset(stop_ids)
-        self._sampling, self._seed = sampling, np.uint32(seed)
+        self._sampling = sampling.top_p, sampling.top_k, np.float32(sampling.temperature)
+        self._seed = np.uint32(seed)
         self._cache = init_cache(config, slots, max_len)
         self._params: dict | None = None
         self._table = SlotTable(slots, prefill_rows, prefill_buckets, PATIENCE)
@@ -222,8 +223,9 @@ class JaxSampler:
             self._take(slot, int(ids[slot.index]), float(logprobs[slot.index]))
 
     def _call(self, function, *arguments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        fixed = self.config, self._sampling, self._seed, self._params
-        self._cache, out = function(*fixed, self._cache, *arguments)
+        self._cache, out = function(
+            self.config, *self._sampling, self._seed, self._params, self._cache, *arguments
+        )
         return jax.device_get(out)
 
     def _take(self, slot: Slot, token: int, logprob: float) -> None:
@@ -269,24 +271,28 @@ def _settle(future: asyncio.Future, value: Sampled | Exception) -> None:
         future.get_loop().call_soon_threadsafe(settle)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
-def prefill(config, sampling, seed, params, cache, rows, start, tokens, count, trial, turn):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=6)
+def prefill(
+    config, top_p, top_k, temperature, seed, params, cache, rows, start, tokens, count, trial, turn
+):
     """Reads a piece of each row's stream from position `start` on; see `_choose` for what is returned."""
     cache = cache.replace(length=cache.length.at[rows].set(start, mode="drop"))
-    cache, logits, experts = extend(config, params, cache, rows, tokens, count)
-    return cache, _choose(config, sampling, seed, logits, experts, trial, turn, start + count)
+    cache, logits_RV, experts = extend(config, params, cache, rows, tokens, count)
+    uniform_R = uniforms(seed, trial, turn, start + count)
+    return cache, _choose(config, top_p, top_k, temperature, logits_RV, uniform_R, experts)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
-def decode(config, sampling, seed, params, cache, tokens, count, trial, turn):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=6)
+def decode(config, top_p, top_k, temperature, seed, params, cache, tokens, count, trial, turn):
     """Reads one token in each slot with count 1."""
-    cache, logits, experts = extend(config, params, cache, None, tokens[:, None], count)
-    return cache, _choose(config, sampling, seed, logits, experts, trial, turn, cache.length)
+    cache, logits_RV, experts = extend(config, params, cache, None, tokens[:, None], count)
+    uniform_R = uniforms(seed, trial, turn, cache.length)
+    return cache, _choose(config, top_p, top_k, temperature, logits_RV, uniform_R, experts)
 
 
-def _choose(config, sampling, seed, logits, experts, trial, turn, position):
-    """ids i32[R] and logprobs f32[R] at `position`, and the experts as the host keeps them, u8 or u16."""
-    uniform = uniforms(seed, trial, turn, position)
-    temperature = jnp.full(len(logits), sampling.temperature)
-    ids, logp = sample(logits, uniform, temperature, sampling.top_p, sampling.top_k)
-    return ids, logp, experts.astype(jnp.uint8 if config.num_experts <= 256 else jnp.uint16)
+def _choose(config, top_p, top_k, temperature, logits_RV, uniform_R, experts_RSLK):
+    """ids i32[R], their logprobs f32[R], and the experts as the host keeps them, u8 or u16."""
+    temperature_R = jnp.full(len(logits_RV), temperature)
+    ids_R, logp_R = sample(logits_RV, uniform_R, temperature_R, top_p, top_k)
+    dtype = jnp.uint8 if config.num_experts <= 256 else jnp.uint16
+    return ids_R, logp_R, experts_RSLK.astype(dtype)

@@ -76,11 +76,11 @@ class SlotTable:
                 self.leave(slot)
         waiting, self.waiting = self.waiting, []
         for request in waiting:
+            if request.cancelled:
+                continue
             slot = self._held.get(request.trial)
             if slot is None and self._free:
                 slot = self._held[request.trial] = Slot(self._free.pop(0), request.tokens[:0])
-            if request.cancelled:
-                continue
             if slot is None or slot.request is not None:
                 self.waiting.append(request)
             else:

@@ -14,7 +14,7 @@ from t1jax.model.lm import init_policy, token_logp
 CONFIG = ModelConfig(
     vocab_size=48,
     hidden_size=32,
-    num_layers=4,
+    num_layers=2,
     full_attention_interval=2,
     num_heads=2,
     num_kv_heads=1,
@@ -32,6 +32,7 @@ CONFIG = ModelConfig(
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0)
 STOP = 3
 MAX_LEN = 96
+TOKEN_LOGP = jax.jit(token_logp, static_argnums=0)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def retrace(params, stream, temperature=1.0, replay=True, config=CONFIG):
     tokens = np.zeros((1, MAX_LEN), np.int32)
     tokens[0, :n] = stream.tokens
     segments = (np.arange(MAX_LEN) < n).astype(np.int32)[None]
-    logp, _, used = jax.jit(token_logp, static_argnums=0)(
+    logp, _, used = TOKEN_LOGP(
         config,
         params,
         tokens,
@@ -202,7 +203,7 @@ def test_top_k_1_takes_the_likeliest(make_sampler):
 
 
 def test_many_experts_are_stored_in_two_bytes(make_sampler):
-    config = dataclasses.replace(CONFIG, num_layers=2, num_experts=300, expert_width=1)
+    config = dataclasses.replace(CONFIG, num_experts=300, expert_width=1)
     params = init_policy(config, jax.random.key(1))
     stream = asyncio.run(run_trial(make_sampler(config, params), 0))
     assert stream.experts.dtype == np.uint16 and stream.experts.max() >= 256
@@ -294,7 +295,8 @@ def test_compilations_are_as_many_as_buckets_and_one(make_sampler):
     def compiled():
         return engine.prefill._cache_size(), engine.decode._cache_size()
 
-    sampler = make_sampler(sampling=Sampling(0.9, 1.0, 0))
+    config = dataclasses.replace(CONFIG, rms_eps=2e-6)  # of no other test
+    sampler = make_sampler(config)
     before = compiled()
     asyncio.run(run_trials(sampler, range(20)))
     assert (compiled()[0] - before[0], compiled()[1] - before[1]) == (2, 1)
