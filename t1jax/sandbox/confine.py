@@ -65,10 +65,15 @@ class ConfineError(Exception):
 
 
 def drop_root() -> None:
-    """Leaves uid 0 for good (nothing to do for a plain user); made the OOM killer's first choice."""
+    """Leaves uid 0 for good; made the OOM killer's first choice.
+
+    Nothing to leave for a plain user, or one who is uid 0 only inside a user namespace.
+    """
     with _step("oom_score_adj"), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-    if os.getuid() == 0:
+    with open("/proc/self/uid_map") as file:
+        outside = file.read().split()[1]  # who uid 0 is in the namespace around this one
+    if os.getuid() == 0 and outside == "0":
         with _step(f"leaving uid 0 for {NOBODY}"):
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
