@@ -13,14 +13,17 @@ from t1jax.metrics import read_metrics
 
 PANELS = (
     ("reward/mean", "mean reward"),
-    ("reward/resolved", "share of trials resolved"),
+    ("resolved/all", "share of trials resolved"),
     ("agent/turns", "turns a trial"),
     ("critic/explained_variance", "explained variance of the critic"),
-    ("ppo/kl", "KL(old || new), nats"),
-    ("ppo/entropy", "entropy of the policy, nats"),
-    ("mismatch/gap", "gap: mean |trainer - sampler| log-prob"),
+    ("after/kl", "KL of the update, nats a token"),
+    ("after/entropy", "entropy of the policy, nats a token"),
+    ("gap/total", "gap: |trainer - sampler|, nats a token"),
+    ("gap/engine", "of it not the update's: the engine gap"),
 )
-LOGARITHMIC = {"ppo/kl", "mismatch/gap"}
+LOGARITHMIC = {"after/kl", "gap/total", "gap/engine"}
+LOWEST = {"critic/explained_variance": -1.0}  # a cold critic would hide the rest
+COLUMNS = 4
 WINDOW = 5  # steps of the running mean
 INK, FAINT, GRID = "#1b4f8a", "#9db8d6", "#e3e3e3"
 
@@ -34,10 +37,10 @@ def plot_run(workdir: Path) -> list[Path]:
     panels = [panel for panel in PANELS if any(panel[0] in line for line in metrics)]
     if not panels:
         return []
-    columns = min(3, len(panels))
+    columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(
-        rows, columns, figsize=(4 * columns, 2.6 * rows), squeeze=False, layout="constrained"
+        rows, columns, figsize=(3.2 * columns, 2.4 * rows), squeeze=False, layout="constrained"
     )
     for axis, (name, title) in zip(axes.flat, panels, strict=False):
         _draw(axis, name, title, [(line["step"], line[name]) for line in metrics if name in line])
@@ -57,6 +60,8 @@ def _draw(axis, name: str, title: str, points: list[tuple[int, float]]) -> None:
         axis.set_yscale("log")
     axis.plot(steps, values, ".", color=FAINT, markersize=4)
     axis.plot(steps, running_mean(values, WINDOW), color=INK, linewidth=1.6)
+    if name in LOWEST:
+        axis.set_ylim(bottom=max(LOWEST[name], axis.get_ylim()[0]))
     axis.set_title(title, fontsize=9, loc="left")
     axis.set_xlabel("step", fontsize=8)
     axis.tick_params(labelsize=8)
