@@ -81,9 +81,9 @@ def test_a_run_leaves_its_folder(finished):
 @pytest.mark.slow
 def test_stored_trajectories_are_whole(finished):
     workdir, _ = finished
-    steps = dict(store.read_run(workdir / "trajectories"))
-    assert sorted(steps) == [0, 1, 2]
-    for step, trajectories in steps.items():
+    assert store.steps(workdir / "trajectories") == [0, 1, 2]
+    for step in range(3):
+        trajectories = store.read_step(workdir / "trajectories", step)
         assert [t.trial for t in trajectories] == list(range(step * 16, step * 16 + 16))
         for trajectory in trajectories:
             assert len(trajectory.experts) == len(trajectory.tokens) - 1
