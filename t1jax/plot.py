@@ -19,7 +19,7 @@ PANELS = (
     ("after/kl", "KL of the update, nats a token"),
     ("after/entropy", "entropy of the policy, nats a token"),
     ("gap/total", "gap: |trainer - sampler|, nats a token"),
-    ("gap/engine", "of it not the update's: the engine gap"),
+    ("gap/engine", "engine gap: its part before the update"),
 )
 LOGARITHMIC = {"after/kl", "gap/total", "gap/engine"}
 LOWEST = {"critic/explained_variance": -1.0}  # a cold critic would hide the rest
@@ -40,7 +40,12 @@ def plot_run(workdir: Path) -> list[Path]:
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(
-        rows, columns, figsize=(3.2 * columns, 2.4 * rows), squeeze=False, layout="constrained"
+        rows,
+        columns,
+        figsize=(3.2 * columns, 2.4 * rows),
+        squeeze=False,
+        sharex=True,
+        layout="constrained",
     )
     for axis, (name, title) in zip(axes.flat, panels, strict=False):
         _draw(axis, name, title, [(line["step"], line[name]) for line in metrics if name in line])
@@ -64,7 +69,7 @@ def _draw(axis, name: str, title: str, points: list[tuple[int, float]]) -> None:
         axis.set_ylim(bottom=max(LOWEST[name], axis.get_ylim()[0]))
     axis.set_title(title, fontsize=9, loc="left")
     axis.set_xlabel("step", fontsize=8)
-    axis.tick_params(labelsize=8)
+    axis.tick_params(which="both", labelsize=8)
     axis.grid(color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
