@@ -67,7 +67,7 @@ class JaxSampler:
         self.config, self.max_len, self.version = config, max_len, -1
         self._slots, self._prefill_rows, self._stop = slots, prefill_rows, frozenset(stop_ids)
         self._sampling = sampling.top_p, sampling.top_k, np.float32(sampling.temperature)
-        self._seed = np.uint32(seed)
+        self._seed, self._buckets = np.uint32(seed), tuple(prefill_buckets)
         self._cache = init_cache(config, slots, max_len)
         self._params: dict | None = None
         self._table = SlotTable(slots, prefill_rows, prefill_buckets, PATIENCE)
@@ -95,6 +95,17 @@ class JaxSampler:
             self._check_serving()
             self._table.release_all()
             self._params, self.version = jax.tree.map(jnp.asarray, params), version
+
+    def warm_up(self) -> None:
+        """Compiles every shape, so that no trial's time pays for it. Call it after the first `load`."""
+        with self._lock:
+            self._check_serving()
+            n = self._prefill_rows
+            nowhere, nothing = np.full(n, self._slots, np.int32), np.zeros(n, np.int32)
+            for bucket in self._buckets:
+                tokens = np.zeros((n, bucket), np.int32)
+                self._call(prefill, nowhere, nothing, tokens, nothing, nothing, nothing)
+            self._call(decode, *np.zeros((4, self._slots), np.int32))
 
     async def sample(
         self, trial: int, turn: int, tokens: np.ndarray, experts_start: int, max_new: int

@@ -82,6 +82,7 @@ def main() -> None:
     sampler = make_sampler(experiment, chat, experiment.evaluate)
     try:
         sampler.load(params, 0)
+        sampler.warm_up()
         trajectories = evaluate(experiment, tasks, sampler, chat)
     finally:
         sampler.close()

@@ -32,7 +32,7 @@ from t1jax.ppo.optim import make_optimizer
 from t1jax.ppo.step import make_measure, make_score, make_train_step, rotate
 from t1jax.publish import publish
 from t1jax.rollout import store
-from t1jax.rollout.collect import Trial, collect
+from t1jax.rollout.collect import CollectError, Trial, collect
 from t1jax.run import collect_config, first_state, load_pool, make_chat, make_sampler, shuffle_pool
 from t1jax.sandbox.namespace import NamespaceSandbox, check_available
 from t1jax.types import Trajectory
@@ -71,6 +71,7 @@ def train(experiment: Experiment, workdir: Path) -> dict:
         path = workdir / f"evaluation_{name}.json"
         if not path.exists():
             publish(state.behaviour, int(state.step), evaluator)
+            evaluator.warm_up()
             result = summarize(evaluate(experiment, held_out, evaluator, chat))
             write_json(path, result)
         return json.loads(path.read_text())
@@ -80,6 +81,7 @@ def train(experiment: Experiment, workdir: Path) -> dict:
         if before:
             print(table(before), file=sys.stderr)
         publish(state.behaviour, first, sampler)
+        sampler.warm_up()
         with progress_bar() as bar:
             task = bar.add_task("training", total=c.steps, completed=first, note="")
             for step in range(first, c.steps):
@@ -88,6 +90,8 @@ def train(experiment: Experiment, workdir: Path) -> dict:
                 trajectories = roll_out(experiment, pool, step, sampler, chat)
                 clock.lap("rollout")
                 trained = [t for t in trajectories if t.turns]  # the others have no tokens
+                if not trained:
+                    raise CollectError(f"step {step}: no trial got a single reply in its time")
                 length = pick_bucket([len(t.tokens) for t in trained], c.buckets)
                 batch = make_batch(trained, length, experiment.rollout.trials)
                 advantages = jax.block_until_ready(score(state, batch))

@@ -330,6 +330,8 @@ def test_cancelling_frees_the_slot_for_the_next_trial(make_sampler):
     sampler = make_sampler(slots=1, stop_ids=())
 
     async def run():
+        await sampler.sample(9, 0, np.arange(9), 0, 2)  # compiles
+        await sampler.release(9)
         tasks = [
             asyncio.create_task(sampler.sample(trial, 0, np.arange(9), 0, 80)) for trial in range(3)
         ]

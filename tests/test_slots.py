@@ -31,7 +31,7 @@ def test_the_oldest_get_the_slots_and_keep_them_until_their_release():
     read_and_leave(table, first)
     table.admit()
     assert trials(table.reading) == [1]  # trial 0 is between two turns
-    table.waiting.append(request(0, [1, 5]))
+    table.waiting.append(request(0, [1, 5], experts_start=1))
     table.admit()
     assert trials(table.reading) == [1, 0] and table.reading[1] is first and first.read == 1
     table.release(0)  # while its request is served
