@@ -62,7 +62,7 @@ def get_config(arg: str = "") -> ConfigDict:
         top_p=1.0,
         top_k=0,
     )
-    c.engine = dict(slots=64, prefill_rows=16, prefill_buckets=(16, 96))
+    c.engine = dict(slots=64, prefill_rows=8, prefill_buckets=(16, 64))
     c.reward = dict(kind="dense", scale=20.0)
     c.ppo = dict(
         clip_low=0.2,

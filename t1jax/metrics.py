@@ -4,13 +4,17 @@ Keys are sorted and named room/name. Whatever depends on the wall clock is named
 two runs of the same seed are equal byte for byte.
 """
 
+import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 
 
 class MetricsWriter:
@@ -33,14 +37,19 @@ class MetricsWriter:
             os.fsync(file.fileno())
         tmp.replace(self.path)
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 closed in close()
-        self._board = SummaryWriter(
-            str(self.path.parent / "tensorboard"), purge_step=0 if resumed is None else resumed + 1
-        )
+        first = 0 if resumed is None else resumed + 1
+        board = self.path.parent / "tensorboard"
+        board.mkdir(exist_ok=True)
+        self._board = EventsWriter(str(board / "events"), f".{first}")
+        hide_later = SessionLog(
+            status=SessionLog.START
+        )  # what an earlier process wrote from here on
+        self._board.write_event(Event(wall_time=time.time(), step=first, session_log=hide_later))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends one line. Raises ValueError naming a metric that is not finite, or a step out of order.
 
-        Where the disk is full the file stays as it was, and OSError names it.
+        Where the disk is full metrics.jsonl stays as it was, and OSError names the file.
         """
         if step <= self._last:
             raise ValueError(f"metrics of step {step} after those of step {self._last}")
@@ -48,19 +57,21 @@ class MetricsWriter:
         data = _line({"step": step, **values}).encode()
         size = os.fstat(self._file.fileno()).st_size
         try:
-            written = self._file.write(data)
-            if written != len(data):
-                raise OSError(f"wrote {written} of {len(data)} bytes")
+            while data:
+                data = data[self._file.write(data) :]
         except OSError as error:
             os.ftruncate(self._file.fileno(), size)
-            raise OSError(f"cannot append to {self.path}: {error}") from error
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._last = step
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        event = Event(wall_time=time.time(), step=step, summary=Summary(value=scalars))
+        self._board.write_event(event)
+        self._board.flush()
 
     def close(self) -> None:
         self._file.close()
-        self._board.close()
+        with contextlib.suppress(OSError):  # every step was flushed, or `write` has raised
+            self._board.close()
 
 
 def read_metrics(workdir: Path) -> list[dict]:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flax import struct
 
-from t1jax import checkpoint
 from t1jax.checkpoint import CheckpointError, Checkpoints, load_params, save_params
 
 
@@ -195,12 +194,20 @@ def test_a_checkpoint_is_small(tmp_path):
     assert sum(path.stat().st_size for path in files) < 4_000_000
 
 
-def test_restores_onto_the_sharding_asked_for(tmp_path):
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), make_state(1).params
-    )
-    checkpoint.write(tmp_path / "c", make_state(1).params, {})
-    tree, _ = checkpoint.read(tmp_path / "c", like)
-    assert all(x.sharding == sharding for x in jax.tree.leaves(tree))
-    assert_same(tree, make_state(1).params)
+SAVE_SHARDED = """
+    import sys, jax, jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+    from pathlib import Path
+    from t1jax.checkpoint import save_params
+    sharding = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
+    save_params(Path(sys.argv[1]), {"w": jax.device_put(jnp.arange(16.0), sharding)})
+"""
+
+
+def test_what_eight_devices_saved_one_restores(tmp_path):
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    script = [sys.executable, "-c", textwrap.dedent(SAVE_SHARDED), str(tmp_path / "sft")]
+    subprocess.run(script, check=True, env=os.environ | flags)
+    tree = load_params(tmp_path / "sft", {"w": jax.ShapeDtypeStruct((16,), jnp.float32)})
+    assert tree["w"].sharding == jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    np.testing.assert_array_equal(tree["w"], np.arange(16.0))

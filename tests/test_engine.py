@@ -202,6 +202,7 @@ def test_top_k_1_takes_the_likeliest(make_sampler):
     np.testing.assert_array_equal(first.ids, second.ids)
 
 
+@pytest.mark.slow
 def test_many_experts_are_stored_in_two_bytes(make_sampler):
     config = dataclasses.replace(CONFIG, num_experts=300, expert_width=1)
     params = init_policy(config, jax.random.key(1))

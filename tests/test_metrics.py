@@ -1,8 +1,11 @@
 import json
 import math
+import resource
+import struct
 
 import numpy as np
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from t1jax.metrics import MetricsWriter, read_metrics
 from t1jax.plot import PANELS, plot_run, running_mean
@@ -22,7 +25,44 @@ def test_a_line_a_step_with_sorted_keys(tmp_path):
     first, second = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert first == '{"agent/turns": 2.0, "ppo/kl": 0.0, "step": 0, "time/step_s": 1.0}'
     assert json.loads(second)["ppo/kl"] == 0.125
-    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def read_events(workdir):
+    """The events of all files: each is a length, its checksum, the message and the message's checksum."""
+    for path in sorted((workdir / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("Q", data[:8])
+            yield Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+
+
+def test_tensorboard_has_the_same_and_hides_what_is_done_again(tmp_path):
+    write_run(tmp_path, [0, 1])
+    write_run(tmp_path, [1], resumed=0)
+    events = list(read_events(tmp_path))
+    steps = [event.step for event in events if event.HasField("summary")]
+    assert steps == [0, 1, 1]
+    values = {value.tag: value.simple_value for value in events[-1].summary.value}
+    assert values == {"agent/turns": 2.0, "ppo/kl": 0.125, "time/step_s": 1.0}
+    assert [event.step for event in events if event.HasField("session_log")] == [0, 1]
+
+
+def test_a_line_the_disk_has_no_room_for_leaves_no_trace(tmp_path):
+    writer = MetricsWriter(tmp_path, None)
+    writer.write(0, {"ppo/kl": 0.5})
+    before = writer.path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, hard))  # room for a part of it
+    try:
+        with pytest.raises(OSError, match=r"metrics\.jsonl"):
+            writer.write(1, {"ppo/kl": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert writer.path.read_bytes() == before
+    writer.write(1, {"ppo/kl": 0.25})
+    writer.close()
+    assert [line["ppo/kl"] for line in read_metrics(tmp_path)] == [0.5, 0.25]
 
 
 def test_two_runs_are_equal_without_wall_clock_fields(tmp_path):
