@@ -25,11 +25,12 @@ class Cache:
 def init_cache(config: ModelConfig, slots: int, max_len: int) -> Cache:
     """An empty cache of `slots` rows with room for `max_len` tokens each."""
     c = config
-    keys = (slots, max_len, c.num_kv_heads, c.head_dim)
+    keys = (slots, c.num_kv_heads, c.head_dim, max_len)
+    values = (slots, c.num_kv_heads, max_len, c.head_dim)
     layers = []
     for i in range(c.num_layers):
         if (i + 1) % c.full_attention_interval == 0:
-            layers.append(AttentionState(jnp.zeros(keys, c.dtype), jnp.zeros(keys, c.dtype)))
+            layers.append(AttentionState(jnp.zeros(keys, c.dtype), jnp.zeros(values, c.dtype)))
         else:
             layers.append(zero_state(c, slots))
     return Cache(tuple(layers), jnp.zeros(slots, jnp.int32))
@@ -53,7 +54,7 @@ def extend(
     rows: distinct slots, ids >= slots are padding; None = every slot in order, which copies nothing:
     use it for the decode step (S = 1). Rows with count 0 keep their state. The caller sees to it that
     length + count <= max_len, and donates the cache.
-    Returns the cache, logits f32[R, V] at each row's last valid token (row 0's input where count is 0),
+    Returns the cache, logits f32[R, V] at each row's last valid token (meaningless where count is 0),
     and the experts used i32[R, S, L, K], -1 under padding. At a fixed shape a row's results do not
     depend on the other rows, bit for bit.
     """

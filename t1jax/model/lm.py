@@ -19,6 +19,9 @@ from t1jax.model.deltanet import DeltaNet
 from t1jax.model.layers import Attention, Place, RMSNorm, dense_init, make_place
 from t1jax.model.moe import MoE
 
+# A loop over blocks stacks and slices all that the backward pass needs; so few are unrolled instead.
+UNROLLED_BLOCKS = 4
+
 
 class Out(NamedTuple):
     """hidden_BTD after the final norm; experts_BTLK i32, those used to *read* token t (-1 = padding)."""
@@ -91,6 +94,7 @@ class Trunk(nn.Module):
             split_rngs={"params": True},
             in_axes=(nn.broadcast, 0),
             length=c.num_blocks,
+            unroll=c.num_blocks if c.num_blocks <= UNROLLED_BLOCKS else 1,
         )
         x_BTD, (experts, _) = blocks(c, name="blocks")(x_BTD, place, replay)
         experts_BTLK = jnp.moveaxis(experts.reshape(c.num_layers, B, T, -1), 0, 2)

@@ -3,6 +3,8 @@
 Dims: N tokens, D model, I expert width, E experts, K experts a token.
 """
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -73,12 +75,127 @@ def swiglu(gate_up: Array) -> Array:
     return jax.nn.silu(gate) * up
 
 
-def experts_mlp(x_ND: Array, experts_NK: Array, weight_NK: Array, gate_up: Array, down: Array):
-    """Weighted sum of each token's experts, y_ND; dropless.
+def experts_mlp(
+    x_ND: Array, experts_NK: Array, weight_NK: Array, gate_up: Array, down: Array
+) -> Array:
+    """Weighted sum of each token's experts, y_ND; dropless, exact for empty and for crowded experts.
 
-    experts_NK: -1 = none (weight 0). gate_up [E, D, 2I], down [E, I, D].
+    experts_NK: -1 = none, its weight does not count. gate_up [E, D, 2I], down [E, I, D].
     """
-    E = gate_up.shape[0]
-    mix_NE = jnp.sum(jax.nn.one_hot(experts_NK, E, dtype=x_ND.dtype) * weight_NK[..., None], axis=1)
-    hidden_NEI = swiglu(jnp.einsum("nd,edf->nef", x_ND, gate_up)) * mix_NE[..., None]
-    return jnp.einsum("nei,eid->nd", hidden_NEI, down)
+    return jax.lax.platform_dependent(
+        x_ND, experts_NK, weight_NK, gate_up, down, cpu=blocked_experts, default=ragged_experts
+    )
+
+
+def ragged_experts(x_ND, experts_NK, weight_NK, gate_up, down):
+    """Tokens sorted by expert, then one ragged product a matrix: for accelerators."""
+    E, K = gate_up.shape[0], experts_NK.shape[1]
+    flat_A = jnp.where(experts_NK < 0, E, experts_NK).reshape(-1)  # A = N * K assignments
+    order_A = jnp.argsort(flat_A)
+    sizes_E = jnp.bincount(flat_A, length=E).astype(jnp.int32)
+    hidden = swiglu(jax.lax.ragged_dot(x_ND[order_A // K], gate_up, sizes_E))
+    y_AD = jax.lax.ragged_dot(hidden, down, sizes_E)
+    y_NKD = y_AD[jnp.argsort(order_A)].reshape(*experts_NK.shape, -1)
+    y_NKD = jnp.where(experts_NK[..., None] < 0, 0, y_NKD)
+    return jnp.sum(y_NKD * weight_NK[..., None], axis=1)
+
+
+class Plan(NamedTuple):
+    """Assignments sorted by expert, each expert's cut into blocks of equal size (M blocks at most).
+
+    expert_M: of each block. rows_MS: the assignment n * K + k in each row, N * K where there is none.
+    place_NK: where each assignment stands in rows_MS, flattened. used: how many blocks there are.
+    """
+
+    expert_M: Array
+    rows_MS: Array
+    place_NK: Array
+    used: Array
+
+
+def plan_blocks(experts_NK: Array, num_experts: int) -> Plan:
+    assignments = experts_NK.size
+    size = 16
+    while size < 256 and size * num_experts * 4 <= assignments:
+        size *= 2
+    flat_A = jnp.where(experts_NK < 0, num_experts, experts_NK).reshape(-1)
+    order_A = jnp.argsort(flat_A)
+    bounds = jnp.searchsorted(flat_A[order_A], jnp.arange(num_experts + 1))
+    blocks_E = -(-jnp.diff(bounds) // size)
+    ends_E = jnp.cumsum(blocks_E)
+    block_M = jnp.arange(assignments // size + num_experts)
+    expert_M = jnp.minimum(jnp.searchsorted(ends_E, block_M, side="right"), num_experts - 1)
+    start_M = bounds[expert_M] + (block_M - (ends_E - blocks_E)[expert_M]) * size
+    sorted_MS = start_M[:, None] + jnp.arange(size)[None]
+    real_MS = sorted_MS < bounds[expert_M + 1][:, None]
+    rows_MS = jnp.where(real_MS, order_A.at[sorted_MS].get(mode="clip"), assignments)
+    place_A = jnp.zeros(assignments, jnp.int32)
+    place_A = place_A.at[rows_MS.reshape(-1)].set(jnp.arange(rows_MS.size), mode="drop")
+    return Plan(expert_M, rows_MS, place_A.reshape(experts_NK.shape), ends_E[-1])
+
+
+@jax.custom_vjp
+def blocked_experts(x_ND, experts_NK, weight_NK, gate_up, down):
+    """A loop over blocks of tokens that share an expert; padding costs nothing."""
+    return _blocked_fwd(x_ND, experts_NK, weight_NK, gate_up, down)[0]
+
+
+def _blocked_fwd(x_ND, experts_NK, weight_NK, gate_up, down):
+    plan = plan_blocks(experts_NK, gate_up.shape[0])
+
+    def step(i, y_MSD):
+        expert, x_SD = plan.expert_M[i], _take_block(plan, i, x_ND)
+        return y_MSD.at[i].set(swiglu(x_SD @ gate_up[expert]) @ down[expert])
+
+    y_MSD = jnp.zeros((*plan.rows_MS.shape, x_ND.shape[1]), x_ND.dtype)
+    y_MSD = jax.lax.fori_loop(0, plan.used, step, y_MSD)
+    weight = jnp.where(experts_NK < 0, 0, weight_NK)
+    y_ND = jnp.sum(_gather(plan, y_MSD) * weight[..., None], axis=1)
+    return y_ND, (x_ND, experts_NK, weight_NK, gate_up, down, plan)
+
+
+def _blocked_bwd(residuals, dy_ND):
+    x_ND, experts_NK, weight_NK, gate_up, down, plan = residuals
+    weight_A = weight_NK.reshape(-1)
+
+    def step(i, carry):
+        dx_MSD, dweight_MS, dgate_up, ddown = carry
+        expert, x_SD = plan.expert_M[i], _take_block(plan, i, x_ND)
+        dy_SD = _take_block(plan, i, dy_ND)
+        weight_S1 = weight_A.at[plan.rows_MS[i]].get(mode="fill", fill_value=0)[:, None]
+        hidden_SI, pull = jax.vjp(swiglu, x_SD @ gate_up[expert])
+        back_SI = dy_SD @ down[expert].T
+        (dpre,) = pull(back_SI * weight_S1)
+        return (
+            dx_MSD.at[i].set(dpre @ gate_up[expert].T),
+            dweight_MS.at[i].set(jnp.sum(hidden_SI * back_SI, axis=-1)),
+            dgate_up.at[expert].add(x_SD.T @ dpre),
+            ddown.at[expert].add((hidden_SI * weight_S1).T @ dy_SD),
+        )
+
+    rows = plan.rows_MS.shape
+    zeros = (
+        jnp.zeros((*rows, x_ND.shape[1]), x_ND.dtype),
+        jnp.zeros(rows, x_ND.dtype),
+        jnp.zeros_like(gate_up),
+        jnp.zeros_like(down),
+    )
+    dx, dweight, dgate_up, ddown = jax.lax.fori_loop(0, plan.used, step, zeros)
+    none = experts_NK < 0
+    dx_ND = jnp.sum(jnp.where(none[..., None], 0, _gather(plan, dx)), axis=1)
+    dweight_NK = jnp.where(none, 0, _gather(plan, dweight[..., None])[..., 0])
+    return dx_ND, None, dweight_NK, dgate_up, ddown
+
+
+blocked_experts.defvjp(_blocked_fwd, _blocked_bwd)
+
+
+def _take_block(plan: Plan, i: Array, x_ND: Array) -> Array:
+    """The tokens of block i, zeros in its empty rows."""
+    token_S = plan.rows_MS[i] // plan.place_NK.shape[1]
+    return x_ND.at[token_S].get(mode="fill", fill_value=0)
+
+
+def _gather(plan: Plan, y_MSD: Array) -> Array:
+    """[N, K, D] from blocks."""
+    return y_MSD.reshape(-1, y_MSD.shape[-1])[plan.place_NK]
