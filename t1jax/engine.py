@@ -22,6 +22,7 @@ from t1jax.model.decode import extend, init_cache, sample, uniforms
 from t1jax.slots import Request, Slot, SlotTable
 from t1jax.types import Sampled
 
+ROWS = 8  # device shapes are multiples of this, so that a row's bits do not depend on its place
 PATIENCE = 8  # decode steps a prompt waits for others to fill a prefill call
 
 
@@ -65,10 +66,12 @@ class JaxSampler:
         stop_ids: Sequence[int],
     ):
         self.config, self.max_len, self.version = config, max_len, -1
-        self._slots, self._prefill_rows, self._stop = slots, prefill_rows, frozenset(stop_ids)
+        # A matrix product treats a last, partial group of rows in another way: shapes have whole groups.
+        self._slots, self._prefill_rows = -(-slots // ROWS) * ROWS, -(-prefill_rows // ROWS) * ROWS
+        self._stop = frozenset(stop_ids)
         self._sampling = sampling.top_p, sampling.top_k, np.float32(sampling.temperature)
         self._seed, self._buckets = np.uint32(seed), tuple(prefill_buckets)
-        self._cache = init_cache(config, slots, max_len)
+        self._cache = init_cache(config, self._slots, max_len)
         self._params: dict | None = None
         self._table = SlotTable(slots, prefill_rows, prefill_buckets, PATIENCE)
         self._ended: BaseException | None = None  # why no more is served
