@@ -4,28 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_fixtures import CONFIG
 
-from t1jax.model.config import ModelConfig
 from t1jax.model.lm import init_policy, init_value, token_logp, token_values
 
-CONFIG = ModelConfig(
-    vocab_size=40,
-    hidden_size=16,
-    num_layers=2,
-    full_attention_interval=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    delta_k_heads=1,
-    delta_v_heads=2,
-    delta_k_dim=8,
-    delta_v_dim=8,
-    num_experts=6,
-    experts_per_token=2,
-    expert_width=8,
-    shared_width=8,
-    embed_std=1.0,
-)
 B, T = 2, 11
 TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, CONFIG.vocab_size)
 POSITIONS = jnp.broadcast_to(jnp.arange(T), (B, T))
