@@ -2,7 +2,7 @@
 
 python -m t1jax.sft   --config=configs/tiny.py --workdir=runs/sft        the shipped SFT checkpoint
 python -m t1jax.train --config=configs/tiny.py --workdir=runs/demo       what launch/demo.sh runs
-python -m t1jax.train --config=configs/tiny.py:debug --workdir=runs/try  three steps, a minute
+python -m t1jax.train --config=configs/tiny.py:debug --workdir=runs/try  four steps, a minute
 """
 
 from ml_collections import ConfigDict
@@ -51,7 +51,7 @@ def get_config(arg: str = "") -> ConfigDict:
         max_reply=32,
         command_timeout_s=10.0,
         agent_timeout_s=60.0,
-        max_output_bytes=10_000,
+        max_output_bytes=200,  # the context is 192 tokens; 10,000 for a real model
     )
     c.rollout = dict(
         trials=64,  # a step
@@ -106,7 +106,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.tasks.update(train_count=64, eval_count=16)
         c.rollout.update(trials=16, concurrency=16)
         c.engine.update(slots=16)
-        c.train.update(steps=3, warmup_steps=1, buckets=(192,), checkpoint_every=1)
+        c.train.update(steps=4, warmup_steps=1, buckets=(192,), checkpoint_every=2)
         c.sft.update(tasks=64, batch=8, steps=20, copy_steps=5, checkpoint_every=10)
     return c
 

@@ -102,6 +102,9 @@ def write(path: Path, tree: Any, host: dict) -> None:
         tmp.mkdir(parents=True)
         with ocp.StandardCheckpointer() as orbax:
             orbax.save(tmp / "arrays", tree)
+        (tmp / "arrays" / "commit_success.txt").unlink(
+            missing_ok=True
+        )  # only says where it was written
         (tmp / "host.json").write_text(host_text)
         manifest = {"format": FORMAT, "leaves": _leaves(tree), "files": _digests(tmp)}
         (tmp / "manifest.json").write_text(json.dumps(manifest, indent=1))

@@ -12,13 +12,14 @@ from t1jax.agent.task import TaskError
 from t1jax.checkpoint import CheckpointError
 from t1jax.experiment import ConfigError
 from t1jax.guard import GuardError
+from t1jax.metrics import MetricsError
 from t1jax.rollout.collect import CollectError
 from t1jax.rollout.store import StoreError
-from t1jax.types import SandboxError
+from t1jax.types import SamplerError, SandboxError
 
 EXPECTED = (
-    *(ConfigError, TaskError, CheckpointError, CollectError, StoreError, GuardError, SandboxError),
-    OSError,
+    *(ConfigError, TaskError, CheckpointError, CollectError, StoreError, GuardError, MetricsError),
+    *(SandboxError, SamplerError, OSError),
 )
 
 
@@ -52,7 +53,7 @@ def run(main: Callable[[], None]) -> None:
                 fail(f"the disk is full ({error}): free space and run the same command again")
             fail(str(error))
         except KeyboardInterrupt:
-            fail("interrupted; run the same command again to go on from the last checkpoint")
+            fail("interrupted")
 
     app.run(guarded, flags_parser=parse)
 

@@ -20,7 +20,7 @@ import numpy as np
 from t1jax.model.config import ModelConfig
 from t1jax.model.decode import extend, init_cache, sample, uniforms
 from t1jax.slots import Request, Slot, SlotTable
-from t1jax.types import Sampled
+from t1jax.types import Sampled, SamplerError
 
 ROWS = 8  # device shapes are multiples of this, so that a row's bits do not depend on its place
 PATIENCE = 8  # decode steps a prompt waits for others to fill a prefill call
@@ -173,7 +173,7 @@ class JaxSampler:
 
     def _check_serving(self) -> None:
         if self._ended is not None:
-            raise RuntimeError(f"the sampler has ended: {self._ended}")
+            raise SamplerError(f"the sampler has ended: {self._ended}")
 
     def _run(self) -> None:
         """The worker: new prompts as they come, then one more token for everybody."""
@@ -187,7 +187,7 @@ class JaxSampler:
         except BaseException as error:  # whatever it is, nobody may wait for ever
             self._ended = error
         with self._lock:
-            failure = RuntimeError(f"the sampler has ended: {self._ended}")
+            failure = SamplerError(f"the sampler has ended: {self._ended}")
             failure.__cause__ = self._ended
             for request in self._table.requests():
                 _settle(request.future, failure)

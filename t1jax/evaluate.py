@@ -18,15 +18,16 @@ from t1jax.agent.chat import Chat
 from t1jax.agent.task import load_tasks
 from t1jax.checkpoint import load_params
 from t1jax.experiment import Experiment, read_experiment
+from t1jax.files import write_json
+from t1jax.progress import progress_bar
 from t1jax.rollout import store
 from t1jax.rollout.collect import Trial, collect
-from t1jax.run import abstract_policy, collect_config, make_sampler
+from t1jax.run import abstract_policy, collect_config, make_chat, make_sampler
 from t1jax.sandbox.namespace import NamespaceSandbox
 from t1jax.types import Sampler, Task, Trajectory
 
-FIRST_TRIAL = (
-    1 << 30
-)  # evaluation trials are numbered from here: never the randomness of a training one
+# Evaluation trials are numbered from here on: they never draw the randomness of a training one.
+FIRST_TRIAL = 1 << 30
 
 
 def evaluate(
@@ -36,11 +37,27 @@ def evaluate(
     repeated = [task for task in tasks for _ in range(experiment.evaluate.attempts)]
     trials = [Trial(task, FIRST_TRIAL + i) for i, task in enumerate(repeated)]
     config = collect_config(experiment, experiment.evaluate.temperature)
-    return asyncio.run(collect(trials, NamespaceSandbox.start, sampler, chat, config))
+    with progress_bar() as bar:
+        task = bar.add_task("evaluating", total=len(trials), note="")
+        return asyncio.run(
+            collect(
+                trials,
+                NamespaceSandbox.start,
+                sampler,
+                chat,
+                config,
+                progress=lambda _: bar.advance(task),
+            )
+        )
 
 
 def summarize(trajectories: Sequence[Trajectory]) -> dict:
-    """resolved (share), reward (mean), turns (mean), trials, and the first two per family."""
+    """resolved (share), reward (mean), turns (mean), trials, and the first two per family.
+
+    Trials that were given up (reward None) count nowhere but in `given_up`.
+    """
+    given_up = sum(t.reward is None for t in trajectories)
+    trajectories = [t for t in trajectories if t.reward is not None]
     families = defaultdict(list)
     for trajectory in trajectories:
         families[trajectory.family].append(trajectory)
@@ -48,6 +65,7 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict:
         **_scores(trajectories),
         "turns": sum(len(t.turns) for t in trajectories) / len(trajectories),
         "trials": len(trajectories),
+        "given_up": given_up,
         "families": {name: _scores(families[name]) for name in sorted(families)},
     }
 
@@ -76,7 +94,7 @@ def _scores(trajectories: Sequence[Trajectory]) -> dict:
 def main() -> None:
     experiment = read_experiment(CONFIG.value)
     tasks = load_tasks(Path(TASKS.value))
-    chat = Chat(experiment.tokenizer)
+    chat = make_chat(experiment)
     params = load_params(Path(CHECKPOINT.value), abstract_policy(experiment))
     out = command.workdir_path(OUT.value)
     sampler = make_sampler(experiment, chat, experiment.evaluate)
@@ -88,7 +106,7 @@ def main() -> None:
         sampler.close()
     result = summarize(trajectories)
     store.write(out / "trajectories" / "evaluation.parquet", trajectories)
-    (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(out / "evaluation.json", result)
     print(table(result), file=sys.stderr)
     print(json.dumps(result))
 

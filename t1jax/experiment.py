@@ -6,6 +6,7 @@ one ConfigError that names it.
 
 import dataclasses
 import json
+import operator
 import types
 import typing
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from ml_collections import ConfigDict
 
 from t1jax.agent.episode import EpisodeLimits
+from t1jax.files import write_json
 from t1jax.model.config import ModelConfig
 from t1jax.ppo.optim import OptimConfig
 from t1jax.ppo.step import PPOConfig
@@ -98,6 +100,17 @@ class SFTConfig:
     checkpoint_every: int
 
 
+POSITIVE = (
+    *("tasks.train_count", "tasks.eval_count", "episode.max_turns", "episode.max_context"),
+    *("episode.max_reply", "episode.command_timeout_s", "episode.max_output_bytes"),
+    *("rollout.trials", "rollout.concurrency", "rollout.max_attempts", "rollout.max_infra_share"),
+    *("engine.slots", "engine.prefill_rows", "reward.scale", "ppo.microbatch", "train.steps"),
+    *("train.checkpoint_every", "train.checkpoint_keep", "train.parity_band"),
+    *("evaluate.attempts", "evaluate.temperature", "evaluate.top_p", "sft.tasks", "sft.row_length"),
+    *("sft.batch", "sft.steps", "sft.learning_rate", "sft.checkpoint_every"),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """Everything a main needs to know, checked."""
@@ -119,6 +132,20 @@ class Experiment:
     sft: SFTConfig
 
     def __post_init__(self):
+        for name in POSITIVE:
+            value = operator.attrgetter(name)(self)
+            if not value > 0:
+                raise ConfigError(f"{name} = {value} must be positive")
+        for name in ("train.buckets", "engine.prefill_buckets"):
+            if not min(operator.attrgetter(name)(self)) > 0:
+                raise ConfigError(f"{name} must hold positive lengths")
+        if self.seed < 0 or self.tasks.seed < 0:
+            raise ConfigError("seed and tasks.seed must not be negative")
+        if self.rollout.concurrency > self.engine.slots:
+            raise ConfigError(
+                f"rollout.concurrency={self.rollout.concurrency} exceeds engine.slots="
+                f"{self.engine.slots}: trials would wait for a slot on their own time"
+            )
         if self.rollout.temperature <= 0 or self.rollout.top_p != 1 or self.rollout.top_k:
             raise ConfigError(
                 "rollout: training needs temperature > 0, top_p = 1 and top_k = 0: the trainer's "
@@ -135,8 +162,10 @@ class Experiment:
                 f"episode.max_context={self.episode.max_context} does not fit the largest of "
                 f"train.buckets={self.train.buckets}"
             )
-        if self.train.warmup_steps > self.train.steps:
-            raise ConfigError("train: warmup_steps exceeds steps")
+        if not 0 <= self.train.warmup_steps <= self.train.steps:
+            raise ConfigError("train.warmup_steps must lie in 0..train.steps")
+        if self.sft.row_length < self.episode.max_context:
+            raise ConfigError("sft.row_length must hold episode.max_context tokens")
 
 
 def read_experiment(config: ConfigDict) -> Experiment:
@@ -146,20 +175,20 @@ def read_experiment(config: ConfigDict) -> Experiment:
 
 def write_config(config: ConfigDict, workdir: Path) -> None:
     """Writes `workdir`/config.json, or raises ConfigError if the folder belongs to another configuration."""
-    text = json.dumps(json.loads(config.to_json_best_effort()), indent=1, sort_keys=True) + "\n"
+    new = json.loads(config.to_json_best_effort())
     path = Path(workdir) / "config.json"
     if path.exists():
-        old, new = json.loads(path.read_text()), json.loads(text)
+        try:
+            old = json.loads(path.read_text())
+        except ValueError:
+            raise ConfigError(f"{path} cannot be parsed: choose another --workdir") from None
         if old != new:
             raise ConfigError(
                 f"{workdir} holds a run of another configuration ({_difference(old, new)}); "
                 "choose another --workdir or remove it"
             )
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name("tmp-config.json")
-    tmp.write_text(text)
-    tmp.replace(path)
+    write_json(path, new)
 
 
 def parse_arg(arg: str | None, **defaults: bool) -> Any:

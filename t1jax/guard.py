@@ -20,7 +20,8 @@ def check_parity(band: float, old_logp: jax.Array, batch: RolloutBatch, step: in
     if not gap[row, token] <= band:
         raise GuardError(
             f"step {step}: trainer and sampler differ by {gap[row, token]:.3g} nats at token {token} of "
-            f"trial {batch.trial[row]}, the band is {band:g}: were the sampler's weights published?"
+            f"trial {batch.trial[row]}, the band is {band:g}: the sampler has other weights, or routes "
+            "were not replayed"
         )
 
 
@@ -28,6 +29,6 @@ def check_finite(nonfinite: float, step: int) -> None:
     """Raises GuardError where a loss or gradient was not finite (the update was not made)."""
     if nonfinite:
         raise GuardError(
-            f"step {step}: loss or gradient is not finite; nothing was updated, the trajectories of the "
-            "step are kept for inspection"
+            f"step {step}: a loss or gradient is not finite, that network was not updated; the step's "
+            "trajectories are stored, copy them before the run goes on from its last checkpoint"
         )

@@ -17,6 +17,10 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
 
+class MetricsError(ValueError):
+    """metrics.jsonl cannot be read: one line with the place."""
+
+
 class MetricsWriter:
     """Appends to `workdir`/metrics.jsonl and `workdir`/tensorboard; one writer at a time.
 
@@ -77,7 +81,7 @@ class MetricsWriter:
 def read_metrics(workdir: Path) -> list[dict]:
     """The lines of metrics.jsonl in order, without a last line that a kill left torn.
 
-    Raises ValueError naming the first line that is no JSON object with a step.
+    Raises MetricsError naming the first line that is no JSON object with a step.
     """
     path = Path(workdir) / "metrics.jsonl"
     if not path.exists():
@@ -89,7 +93,7 @@ def read_metrics(workdir: Path) -> list[dict]:
             metrics.append(json.loads(line))
             metrics[-1]["step"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(
+            raise MetricsError(
                 f"{path}, line {number}: no JSON object with a step: {line[:60]!r}"
             ) from None
     return metrics

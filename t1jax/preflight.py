@@ -8,7 +8,6 @@ the seconds. Prints a table; the exit code is 1 when any task is unfit.
 
 import asyncio
 import dataclasses
-import json
 import os
 import shlex
 import sys
@@ -21,6 +20,7 @@ from absl import flags
 from t1jax import command
 from t1jax.agent.task import TaskError, load_tasks
 from t1jax.agent.verify import verify
+from t1jax.files import write_json
 from t1jax.sandbox.namespace import NamespaceSandbox, check_available
 from t1jax.types import Sandbox, SandboxError, Task, Verdict
 
@@ -135,7 +135,7 @@ def main() -> None:
     print(table(found))
     if OUT.value:
         records = [dataclasses.asdict(f) for f in found]
-        Path(OUT.value).write_text(json.dumps(records, indent=1) + "\n")
+        write_json(Path(OUT.value), records)
     unfit = sum(bool(f.problem) for f in found)
     print(f"{len(found) - unfit} of {len(found)} tasks are fit")
     sys.exit(1 if unfit else 0)

@@ -35,12 +35,15 @@ def shuffle_pool(pool: list[Task], seed: int) -> grain.MapDataset:
 
 
 def make_chat(experiment: Experiment) -> Chat:
-    """The tokenizer; raises ConfigError where it and the model disagree."""
+    """The tokenizer; raises ConfigError where it cannot be read, or it and the model disagree."""
     if not Path(experiment.tokenizer).is_file():
         raise ConfigError(
             f"tokenizer {experiment.tokenizer} does not exist: run from the project's root"
         )
-    chat = Chat(experiment.tokenizer)
+    try:
+        chat = Chat(experiment.tokenizer)
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise ConfigError(f"tokenizer {experiment.tokenizer} cannot be used: {error}") from error
     if chat.vocab_size > experiment.model.vocab_size:
         raise ConfigError(
             f"{experiment.tokenizer} has {chat.vocab_size} ids, model.vocab_size is "
@@ -93,4 +96,4 @@ def first_state(experiment: Experiment) -> TrainState:
         policy = init_policy(experiment.model, policy_key)
     value = init_value(experiment.model, value_key, policy)
     actor, critic = make_optimizer(experiment.actor_optim), make_optimizer(experiment.critic_optim)
-    return init_state(policy, value, actor, critic, jax.random.key_data(key))
+    return init_state(policy, value, actor, critic, key)

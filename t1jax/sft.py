@@ -7,6 +7,7 @@ then the trials. The weights end up in WORKDIR/policy, the record of how they ca
 """
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import random
@@ -20,8 +21,6 @@ import grain
 import jax
 import numpy as np
 import optax
-from absl import flags
-from ml_collections import config_flags
 
 from t1jax import command
 from t1jax.agent.action import SYSTEM
@@ -30,12 +29,15 @@ from t1jax.agent.families import NAMES, Script
 from t1jax.agent.generate import generate, instances
 from t1jax.agent.task import load_tasks
 from t1jax.checkpoint import Checkpoints, save_params
-from t1jax.experiment import Experiment, read_experiment, write_config
+from t1jax.experiment import ConfigError, Experiment, read_experiment, write_config
+from t1jax.files import write_json
 from t1jax.metrics import MetricsWriter
 from t1jax.model.lm import init_policy
 from t1jax.ppo.imitate import Examples, make_imitate_step
 from t1jax.ppo.optim import decays
+from t1jax.progress import progress_bar
 from t1jax.rollout.collect import CollectConfig, Trial, collect
+from t1jax.run import make_chat
 from t1jax.sandbox.namespace import NamespaceSandbox
 from t1jax.types import Sampled
 
@@ -105,9 +107,12 @@ def run_scripts(experiment: Experiment, chat: Chat, workdir: Path) -> tuple[list
     )
     trials = [Trial(task, number) for number, task in enumerate(tasks)]
     done = asyncio.run(collect(trials, NamespaceSandbox.start, sampler, chat, config))
-    unfinished = [t for t in done if t.status != "submitted"]
+    unfinished = [t for t in done if t.status != "submitted" or t.reward is None]
     if unfinished:
-        raise ValueError(f"script of {unfinished[0].task} ended as {unfinished[0].status}")
+        raise ConfigError(
+            f"the script of {unfinished[0].task} ended as {unfinished[0].status or 'given up'}: "
+            "widen the limits of episode"
+        )
     resolved = sum(t.resolved for t in done) / len(done)
     return [Stream(t.tokens, t.sampled) for t in done], resolved
 
@@ -130,7 +135,9 @@ def pack(sequences: Iterable[Stream], length: int) -> list[Examples]:
     for tokens, imitated in sequences:
         n = len(tokens)
         if n > length:
-            raise ValueError(f"a sequence of {n} tokens does not fit rows of {length}")
+            raise ConfigError(
+                f"a sequence of {n} tokens does not fit rows of {length}: sft.row_length"
+            )
         if used + n > length:
             row = Examples(
                 *(np.zeros(length, t) for t in (np.int32, np.int32, np.int32, np.float32))
@@ -147,14 +154,16 @@ def pack(sequences: Iterable[Stream], length: int) -> list[Examples]:
 def batches(rows: Sequence[Examples], size: int, seed: int) -> grain.MapDataset:
     """Batch number i, for any i: the rows in an order drawn anew each epoch."""
     if len(rows) < size:
-        raise ValueError(f"{len(rows)} rows of examples do not fill a batch of {size}")
+        raise ConfigError(
+            f"{len(rows)} rows of examples do not fill a batch of {size}: raise sft.tasks"
+        )
     return grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(size)
 
 
-def sft(experiment: Experiment, workdir: Path, config_name: str) -> dict:
+def sft(experiment: Experiment, workdir: Path, command_line: str) -> dict:
     """Trains and writes `workdir`/policy and its record, `workdir`/SFT.json; returns the record."""
     started, c = time.time(), experiment.sft
-    chat = Chat(experiment.tokenizer)
+    chat = make_chat(experiment)
     length = c.row_length
     copies = pack(copy_exercises(chat, 100 * c.batch, experiment.seed), length)
     sequences, oracle_resolved = run_scripts(experiment, chat, workdir)
@@ -177,38 +186,42 @@ def sft(experiment: Experiment, workdir: Path, config_name: str) -> dict:
     opt_state = jax.jit(optimizer.init)(params)
     checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
     found = checkpoints.restore((params, opt_state))
-    begin = found.step if found else 0
+    begin, tokens, elapsed = 0, 0, 0.0
     if found:
         params, opt_state = found.state
+        begin, tokens, elapsed = found.step, found.host["tokens"], found.host["seconds"]
     writer = MetricsWriter(workdir, begin - 1 if found else None)
+    bar = progress_bar()
+    task = bar.add_task("imitating", total=total, completed=begin, note="")
+    bar.start()
     for step in range(begin, total):
         copying = step < phases[0][0]
         examples = phases[0][1][step] if copying else phases[1][1][step - phases[0][0]]
         params, opt_state, metrics = step_fn(params, opt_state, examples)
+        tokens += int(np.count_nonzero(examples.segments))
+        seconds = elapsed + time.time() - started
         if step % 20 == 0 or step + 1 == total:
             values = {f"sft/{name}": float(value) for name, value in metrics.items()}
-            values |= {"sft/copying": int(copying), "time/elapsed_s": time.time() - started}
+            values |= {"sft/copying": int(copying), "time/elapsed_s": seconds}
             writer.write(step, values)
-            print(
-                f"step {step}/{total}  loss {values['sft/loss']:.4f}", file=sys.stderr, flush=True
-            )
+            bar.update(task, note=f"loss {values['sft/loss']:.4f}")
+        bar.update(task, completed=step + 1)
         if (step + 1) % c.checkpoint_every == 0 and step + 1 < total:
-            checkpoints.save(step + 1, (params, opt_state), {})
+            checkpoints.save(step + 1, (params, opt_state), {"tokens": tokens, "seconds": seconds})
+    bar.stop()
     writer.close()
     save_params(workdir / "policy", params)
     record = {
-        "command": f"python -m t1jax.sft --config={config_name}",
-        "seed": experiment.seed,
-        "task_seed": experiment.tasks.seed,
-        "tasks": c.tasks,
+        "command": command_line,
+        "experiment": dataclasses.asdict(experiment),
         "scripts_resolved": oracle_resolved,
         "steps": total,
-        "tokens": total * c.batch * length,
+        "tokens": tokens,
         "parameters": sum(x.size for x in jax.tree.leaves(params)),
         "loss": values["sft/loss"],
-        "seconds": round(time.time() - started),
+        "seconds": round(seconds),
     }
-    (workdir / "SFT.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_json(workdir / "SFT.json", record)
     return record
 
 
@@ -216,8 +229,7 @@ def main() -> None:
     experiment = read_experiment(CONFIG.value)
     workdir = command.workdir_path(WORKDIR.value)
     write_config(CONFIG.value, workdir)
-    config_name = config_flags.get_config_filename(flags.FLAGS["config"])
-    print(json.dumps(sft(experiment, workdir, config_name)))
+    print(json.dumps(sft(experiment, workdir, " ".join(["python -m t1jax.sft", *sys.argv[1:]]))))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ object with the results.
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections import Counter, defaultdict
@@ -17,19 +16,19 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from t1jax import command
 from t1jax.batch import make_batch, pick_bucket
-from t1jax.checkpoint import Checkpoints
+from t1jax.checkpoint import Checkpoints, save_params
 from t1jax.evaluate import evaluate, summarize, table
-from t1jax.experiment import Experiment, read_experiment, write_config
+from t1jax.experiment import ConfigError, Experiment, read_experiment, write_config
+from t1jax.files import write_json
 from t1jax.guard import check_finite, check_parity
 from t1jax.metrics import MetricsWriter, read_metrics
 from t1jax.plot import plot_run
 from t1jax.ppo.optim import make_optimizer
 from t1jax.ppo.step import make_measure, make_score, make_train_step, rotate
+from t1jax.progress import progress_bar
 from t1jax.publish import publish
 from t1jax.rollout import store
 from t1jax.rollout.collect import CollectError, Trial, collect
@@ -54,7 +53,6 @@ def train(experiment: Experiment, workdir: Path) -> dict:
     print(f"{'resuming at' if found else 'starting at'} step {first} of {c.steps}", file=sys.stderr)
 
     sampler = make_sampler(experiment, chat, experiment.rollout)
-    evaluator = make_sampler(experiment, chat, experiment.evaluate)  # may sample otherwise
     writer = MetricsWriter(workdir, first - 1 if found else None)
     store.drop_after(workdir / "trajectories", first - 1)
     score = make_score(experiment.model, experiment.ppo)
@@ -69,11 +67,15 @@ def train(experiment: Experiment, workdir: Path) -> dict:
     def evaluation(name: str) -> dict:
         """Of the behaviour snapshot; done once a run."""
         path = workdir / f"evaluation_{name}.json"
+        if name == "before" and first and not path.exists():
+            raise ConfigError(f"{path} is gone, and the run is past its beginning: restore it")
         if not path.exists():
+            evaluator = make_sampler(experiment, chat, experiment.evaluate)
             publish(state.behaviour, int(state.step), evaluator)
             evaluator.warm_up()
             result = summarize(evaluate(experiment, held_out, evaluator, chat))
-            write_json(path, result)
+            write_json(path, result | {"drift": evaluator.drifted})
+            evaluator.close()
         return json.loads(path.read_text())
 
     try:
@@ -87,9 +89,11 @@ def train(experiment: Experiment, workdir: Path) -> dict:
             for step in range(first, c.steps):
                 clock = Clock()
                 warm = step >= c.warmup_steps
+                drifted = sampler.drifted
                 trajectories = roll_out(experiment, pool, step, sampler, chat)
                 clock.lap("rollout")
-                trained = [t for t in trajectories if t.turns]  # the others have no tokens
+                store.write_step(workdir / "trajectories", step, trajectories)
+                trained = [t for t in trajectories if t.turns and t.reward is not None]
                 if not trained:
                     raise CollectError(f"step {step}: no trial got a single reply in its time")
                 length = pick_bucket([len(t.tokens) for t in trained], c.buckets)
@@ -99,14 +103,14 @@ def train(experiment: Experiment, workdir: Path) -> dict:
                 check_parity(c.parity_band, advantages.old_logp, batch, step)
                 state, metrics = train_step(state, batch, advantages, warm)
                 metrics = jax.device_get(metrics | measure(state, batch, advantages))
-                store.write_step(workdir / "trajectories", step, trajectories)
                 check_finite(metrics["guard/nonfinite"], step)
                 clock.lap("train")
                 if warm:
                     state = rotate(state)
                 publish(state.behaviour, step + 1, sampler)
                 clock.lap("publish")
-                metrics |= rollout_metrics(trajectories) | {"tito/drift": sampler.drifted}
+                metrics |= rollout_metrics(trajectories)
+                metrics["tito/drift"] = sampler.drifted - drifted
                 writer.write(step, metrics | clock.seconds())
                 done = step + 1
                 if done % c.checkpoint_every == 0 or done == c.steps:
@@ -115,11 +119,12 @@ def train(experiment: Experiment, workdir: Path) -> dict:
                 note = f"reward {metrics['reward/mean']:.3f} resolved {metrics['resolved/all']:.0%}"
                 bar.update(task, advance=1, note=note)
         after = evaluation("after") if experiment.evaluate.after else None
+        save_params(workdir / "policy", state.actor)
     finally:
         sampler.close()
-        evaluator.close()
         writer.close()
     history = read_metrics(workdir)
+    drift = sum(line["tito/drift"] for line in history)
     for path in plot_run(workdir):
         print(f"wrote {path}", file=sys.stderr)
     if before and after:
@@ -128,7 +133,7 @@ def train(experiment: Experiment, workdir: Path) -> dict:
         "eval_before": before,
         "eval_after": after,
         "gap": max((line["gap/engine_max"] for line in history), default=0.0),
-        "drift": sum(line["tito/drift"] for line in history),
+        "drift": drift + sum(e["drift"] for e in (before, after) if e),
         "seconds": round(elapsed + time.time() - started),
     }
 
@@ -142,24 +147,26 @@ def roll_out(experiment: Experiment, pool, step: int, sampler, chat) -> list[Tra
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """What the trials were like: rewards, endings, sizes."""
-    rewards = np.array([t.reward for t in trajectories], np.float64)
+    """What the trials were like: rewards, endings, sizes. Trials given up count in `agent/given_up` only."""
+    scored = [t for t in trajectories if t.reward is not None]
+    rewards = np.array([t.reward for t in scored], np.float64)
     families = defaultdict(list)
-    for t in trajectories:
+    for t in scored:
         families[t.family].append(t.resolved)
-    endings = Counter(t.status for t in trajectories)
-    turns = [turn for t in trajectories for turn in t.turns]
-    n = len(trajectories)
+    endings = Counter(t.status for t in scored)
+    turns = [turn for t in scored for turn in t.turns]
+    n = len(scored)
     metrics = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        "resolved/all": np.mean([t.resolved for t in trajectories]),
+        "resolved/all": np.mean([t.resolved for t in scored]),
         "agent/turns": len(turns) / n,
-        "agent/tokens": np.mean([len(t.tokens) for t in trajectories]),
+        "agent/tokens": np.mean([len(t.tokens) for t in scored]),
         "agent/sampled_tokens": sum(len(turn.sampled) for turn in turns) / n,
         "agent/malformed": sum(turn.action == "malformed" for turn in turns) / n,
-        "agent/refilled": sum(t.attempt for t in trajectories) / n,
-        "r3/rows_missing": sum(len(t.tokens) - 1 - len(t.experts) for t in trajectories),
+        "agent/refilled": sum(t.attempt for t in trajectories) / len(trajectories),
+        "agent/given_up": (len(trajectories) - n) / len(trajectories),
+        "r3/rows_missing": sum(max(len(t.tokens) - 1, 0) - len(t.experts) for t in scored),
     }
     metrics |= {f"resolved/{name}": np.mean(values) for name, values in sorted(families.items())}
     metrics |= {f"ending/{name}": count / n for name, count in sorted(endings.items())}
@@ -179,25 +186,6 @@ class Clock:
 
     def seconds(self) -> dict[str, float]:
         return self._laps | {"time/step_s": sum(self._laps.values())}
-
-
-def progress_bar() -> Progress:
-    """On stderr, with the time left; silent where that is no terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    return Progress(*columns, console=Console(stderr=True))
-
-
-def write_json(path: Path, value: dict) -> None:
-    """Whole or not at all."""
-    tmp = path.with_name(f"tmp-{path.name}")
-    tmp.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(tmp, path)
 
 
 def main() -> None:

@@ -194,12 +194,13 @@ def test_temperature_divides_the_logits(make_sampler, params):
 
 
 def test_top_k_1_takes_the_likeliest(make_sampler):
-    async def reply(seed):
-        sampler = make_sampler(sampling=Sampling(0.1, 0.95, 1), seed=seed)
-        return await sampler.sample(0, 0, np.arange(9), 0, 8)
+    async def reply(seed, top_k):
+        sampler = make_sampler(sampling=Sampling(3.0, 1.0, top_k), seed=seed)
+        return (await sampler.sample(0, 0, np.arange(9), 0, 8)).ids.tolist()
 
-    first, second = (asyncio.run(reply(seed)) for seed in (0, 1))
-    np.testing.assert_array_equal(first.ids, second.ids)
+    likeliest = [asyncio.run(reply(seed, 1)) for seed in range(3)]
+    assert likeliest[0] == likeliest[1] == likeliest[2]
+    assert len({tuple(asyncio.run(reply(seed, 0))) for seed in range(3)}) == 3
 
 
 @pytest.mark.slow

@@ -38,6 +38,16 @@ def test_every_sweep_point_resolves():
         ("episode.max_context", 4096, "does not fit"),
         ("model.num_layers", 3, "model: num_layers=3 must be a multiple"),
         ("train.buckets", (), "train.buckets = () is not"),
+        ("train.buckets", (0, 192), "train.buckets must hold positive"),
+        ("seed", -1, "must not be negative"),
+        ("ppo.microbatch", 0, "ppo.microbatch = 0 must be positive"),
+        ("rollout.concurrency", 0, "rollout.concurrency = 0 must be positive"),
+        ("rollout.concurrency", 65, "exceeds engine.slots"),
+        ("train.checkpoint_every", 0, "train.checkpoint_every = 0 must be positive"),
+        ("evaluate.temperature", 0.0, "evaluate.temperature = 0.0 must be positive"),
+        ("engine.prefill_rows", 0, "engine.prefill_rows = 0 must be positive"),
+        ("model.num_experts", 0, "model: num_experts=0 must be at least 1"),
+        ("sft.row_length", 64, "sft.row_length must hold"),
     ],
 )
 def test_a_wrong_value_is_named(key, value, message):

@@ -1,6 +1,8 @@
 """Imports run in one direction: host and device know nothing of each other, no library imports a main."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,10 +32,21 @@ def test_imports_follow_the_design(path):
         assert not [n for n in names if n.split(".")[0] in ("jax", "flax", "optax")]
         assert not [n for n in names if n.startswith(tuple(f"t1jax.{d}" for d in DEVICE))]
     if room in DEVICE:
-        assert not [n for n in names if n.startswith(tuple(f"t1jax.{h}." for h in HOST))]
+        assert not [n for n in names if n.startswith(tuple(f"t1jax.{h}" for h in HOST))]
         assert not names & {"os", "pathlib", "json", "subprocess", "asyncio"}
     if path.parent != ROOT:
         assert not [n for n in names if n.split(".")[:1] == ["t1jax"] and n.split(".")[1] in MAINS]
+
+
+def test_the_host_never_loads_jax():
+    """Whatever a host module imports, however indirectly."""
+    modules = [
+        ".".join(("t1jax", *p.relative_to(ROOT).with_suffix("").parts))
+        for p in FILES
+        if p.relative_to(ROOT).parts[0] in HOST and p.stem not in ("__init__", "namespace_init")
+    ]
+    code = f"import sys, {', '.join(modules)}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent).returncode == 0
 
 
 def test_the_mains_are_found():

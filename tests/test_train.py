@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from t1jax.checkpoint import Checkpoints
+from t1jax.checkpoint import Checkpoints, load_params
 from t1jax.experiment import read_experiment
 from t1jax.guard import GuardError, check_parity
 from t1jax.metrics import read_metrics
 from t1jax.rollout import store
-from t1jax.run import first_state
+from t1jax.run import abstract_policy, first_state
 
 ROOT = Path(__file__).parent.parent
 ENV = os.environ | {
@@ -68,7 +68,7 @@ def test_a_run_leaves_its_folder(finished):
     assert result["eval_before"]["trials"] == result["eval_after"]["trials"] == 16
     assert set(result["eval_before"]["families"]) == set(result["eval_after"]["families"])
     lines = read_metrics(workdir)
-    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
     for line in lines:
         assert line["r3/rows_missing"] == 0 and line["gap/engine_max"] < 1e-4
         assert line["guard/nonfinite"] == 0
@@ -76,13 +76,18 @@ def test_a_run_leaves_its_folder(finished):
     assert lines[2]["ppo/ratio"] == pytest.approx(1, abs=1e-5) and lines[2]["ppo/clip_frac"] == 0
     assert (workdir / "plots/curves.png").stat().st_size > 10_000
     assert list((workdir / "tensorboard").iterdir())
+    policy = load_params(
+        workdir / "policy", abstract_policy(read_experiment(tiny.get_config("debug")))
+    )
+    for a, b in zip(*map(jax.tree.leaves, (policy, final_state(workdir).actor)), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.slow
 def test_stored_trajectories_are_whole(finished):
     workdir, _ = finished
-    assert store.steps(workdir / "trajectories") == [0, 1, 2]
-    for step in range(3):
+    assert store.steps(workdir / "trajectories") == [0, 1, 2, 3]
+    for step in range(4):
         trajectories = store.read_step(workdir / "trajectories", step)
         assert [t.trial for t in trajectories] == list(range(step * 16, step * 16 + 16))
         for trajectory in trajectories:
@@ -96,19 +101,23 @@ def test_a_killed_run_ends_as_an_unkilled_one(finished, tmp_path):
     workdir = tmp_path / "killed"
     process = start(workdir)
     deadline = time.monotonic() + 400
-    while not (workdir / "checkpoints/000001").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5)  # somewhere in the second step
-    process.send_signal(signal.SIGKILL)
+    while len(read_metrics(workdir)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(
+        signal.SIGKILL
+    )  # after step 2, in step 3; the checkpoint is of step 1's end
     process.communicate()
     assert process.returncode == -signal.SIGKILL
+    assert [p.name for p in (workdir / "checkpoints").iterdir()] == ["000002"]
     again = start(workdir)
     _out, err = again.communicate(timeout=500)
     assert again.returncode == 0, err
-    assert "resuming at step" in err
+    assert "resuming at step 2 of 4" in err
     assert without_clock(workdir) == without_clock(whole)
     for a, b in zip(*map(jax.tree.leaves, (final_state(whole), final_state(workdir))), strict=True):
         np.testing.assert_array_equal(a, b)
+    for name in ("evaluation_before.json", "evaluation_after.json"):
+        assert (workdir / name).read_text() == (whole / name).read_text()
     left = [p for p in workdir.rglob("tmp-*") if not p.is_relative_to(workdir / "tasks")]
     assert left == []
 
@@ -127,3 +136,20 @@ def test_a_stale_sampler_is_caught_before_the_update():
     old[1, 2] = np.nan
     with pytest.raises(GuardError):
         check_parity(1e-4, old, batch, 3)
+
+
+def test_a_new_run_starts_with_fresh_moments_and_a_silent_critic():
+    """Trap 61: only weights are taken over."""
+    state = first_state(read_experiment(tiny.get_config()))
+    for moments in (state.actor_opt, state.critic_opt):
+        assert not any(np.any(x) for x in jax.tree.leaves(moments))
+    assert not np.any(state.critic["params"]["value"])
+    for a, b, c in zip(
+        *(
+            jax.tree.leaves(p["params"]["trunk"])
+            for p in (state.actor, state.critic, state.behaviour)
+        ),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(a, c)

@@ -38,6 +38,10 @@ class ModelConfig:
     logp_chunk: int = 64  # tokens of a row whose logits exist at one time
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type in (int, "int") and value < 1:
+                raise ValueError(f"{field.name}={value} must be at least 1")
         for whole, part in (
             ("num_layers", "full_attention_interval"),
             ("num_heads", "num_kv_heads"),

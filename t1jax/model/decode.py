@@ -36,11 +36,6 @@ def init_cache(config: ModelConfig, slots: int, max_len: int) -> Cache:
     return Cache(tuple(layers), jnp.zeros(slots, jnp.int32))
 
 
-def reset(cache: Cache, rows_R: Array) -> Cache:
-    """Empties slots: a row of length 0 starts from nothing. Ids >= slots are ignored."""
-    return cache.replace(length=cache.length.at[rows_R].set(0, mode="drop"))
-
-
 def extend(
     config: ModelConfig,
     params: dict,

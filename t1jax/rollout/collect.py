@@ -1,6 +1,7 @@
 """Concurrent trials: start a sandbox, run the episode, verify, reward; refill what infrastructure broke."""
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -38,7 +39,7 @@ class CollectConfig:
     reward_scale: float
     concurrency: int  # sandboxes at a time
     max_attempts: int  # of one trial
-    max_infra_share: float  # failed attempts per trial; above it the step is given up
+    max_infra_share: float  # of trials given up; above it the step is given up, too
 
 
 async def collect(
@@ -49,30 +50,32 @@ async def collect(
     config: CollectConfig,
     progress: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> list[Trajectory]:
-    """Runs all trials; returns their trajectories in the order of `trials`, each with a reward.
+    """Runs all trials; returns their trajectories in the order of `trials`, each with a reward
+    but for those given up.
 
     A trial that had no room or no time for a single reply has a verdict and a reward, but no tokens to
-    train on. An attempt that fails in the infrastructure is made again; its tokens are dropped. Raises
-    CollectError when a trial fails `max_attempts` times, or all together more than `max_infra_share`
-    times the number of trials. The first exception of any kind ends the rest.
+    train on. An attempt without a reward is made again, with the same randomness; after `max_attempts`
+    the trial is given up: its trajectory has reward None. Raises CollectError when more than
+    `max_infra_share` of the trials are given up. The first exception of any kind ends the rest.
     """
     places = asyncio.Semaphore(config.concurrency)
-    failures: list[str] = []
+    given_up: list[int] = []
 
     async def finish(trial: Trial) -> Trajectory:
         for attempt in range(config.max_attempts):
             async with places:
                 trajectory = await run_trial(trial, attempt, make_sandbox, sampler, chat, config)
             if trajectory.reward is not None:
-                progress(trajectory)
-                return trajectory
-            failures.append(trajectory.cause)
-            if len(failures) > config.max_infra_share * len(trials):
                 break
-        raise CollectError(
-            f"the infrastructure failed {len(failures)} times in {len(trials)} trials, last in trial "
-            f"{trial.number} ({trial.task.name}): {trajectory.cause}"
-        )
+        else:
+            given_up.append(trial.number)
+            if len(given_up) > config.max_infra_share * len(trials):
+                raise CollectError(
+                    f"{len(given_up)} of {len(trials)} trials got no outcome in {config.max_attempts} "
+                    f"attempts, last trial {trial.number} ({trial.task.name}): {trajectory.cause}"
+                )
+        progress(trajectory)
+        return trajectory
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -104,7 +107,10 @@ async def run_trial(
             return trajectory
         verdict = await verify(trial.task, sandbox)
     finally:
-        await sandbox.close()
+        with contextlib.suppress(
+            SandboxError
+        ):  # it is dead to us; its fork server ends it at the latest
+            await sandbox.close()
     value = reward(verdict, config.reward_kind, config.reward_scale)
     cause = trajectory.cause if value is not None else f"verifier: {verdict.cause}"
     return dataclasses.replace(trajectory, verdict=verdict, reward=value, cause=cause)
