@@ -1,6 +1,8 @@
 """How every main starts and how it fails: bad input is one clear line on stderr and exit code 1."""
 
 import errno
+import fcntl
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -65,10 +67,21 @@ def fail(message: str):
 
 
 def workdir_path(name: str) -> Path:
-    """The run's folder, made if need be. Raises ConfigError where a file stands in its place."""
+    """The run's folder, made if need be and held by this process until it ends.
+
+    Raises ConfigError where a file stands in its place or another process holds it.
+    """
     path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ConfigError(f"--workdir={name} is a file, not a folder") from None
+    try:
+        fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"{name} is in use by another run: wait for it, or name another folder"
+        ) from None
+    except OSError as error:  # a file system without locks
+        print(f"warning: {name} cannot be locked ({error.strerror})", file=sys.stderr)
     return path

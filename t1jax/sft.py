@@ -190,6 +190,7 @@ def sft(experiment: Experiment, workdir: Path, command_line: str) -> dict:
     if found:
         params, opt_state = found.state
         begin, tokens, elapsed = found.step, found.host["tokens"], found.host["seconds"]
+        print(f"resuming at step {begin} of {total}", file=sys.stderr)
     writer = MetricsWriter(workdir, begin - 1 if found else None)
     bar = progress_bar()
     task = bar.add_task("imitating", total=total, completed=begin, note="")

@@ -1,5 +1,6 @@
 """Bad input to the mains: one line on stderr, exit code 1, nothing half-written."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -70,6 +71,30 @@ def test_a_checkpoint_that_is_none(tmp_path):
         f"--workdir={tmp_path / 'run'}",
         says="manifest.json is missing",
     )
+
+
+def test_a_damaged_checkpoint(tmp_path):
+    policy = tmp_path / "policy"
+    shutil.copytree(ROOT / "configs/assets/tiny/sft", policy)
+    largest = max((p for p in policy.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    refused(
+        "t1jax.train",
+        "--config=configs/tiny.py",
+        f"--config.initial_policy={policy}",
+        f"--workdir={tmp_path / 'run'}",
+        says="differs from what was written",
+    )
+
+
+def test_a_workdir_in_use(tmp_path):
+    holder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    refused("t1jax.train", CONFIG, f"--workdir={tmp_path}", says="in use by another run")
+    os.close(holder)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk(tmp_path):

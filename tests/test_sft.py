@@ -1,13 +1,23 @@
 import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from configs import tiny
 from t1jax import sft
 from t1jax.agent.chat import Chat
+from t1jax.checkpoint import load_params
 from t1jax.experiment import read_experiment
 from t1jax.metrics import read_metrics
+from t1jax.run import abstract_policy
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +73,20 @@ def test_the_oracle_share_is_as_configured():
     assert share[0.0] == 0 and share[1.0] == 1 and abs(share[0.35] - 0.35) < 0.05
 
 
+def kill_and_go_on(workdir):
+    command = [sys.executable, "-m", "t1jax.sft", "--config=configs/tiny.py:debug"]
+    command += [f"--workdir={workdir}"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 200
+        while not (workdir / "checkpoints/000010").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL and not (workdir / "policy").exists()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "resuming at step 10 of 25" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_short_run_learns_and_repeats_itself(tmp_path):
     experiment = debug_experiment()
@@ -73,5 +97,11 @@ def test_a_short_run_learns_and_repeats_itself(tmp_path):
     )
     assert a == b and a[-1][1] < a[0][1] - 0.5
     assert records[0]["loss"] == records[1]["loss"]
+    policies = [tmp_path / name / "policy" for name in ("a", "b", "killed")]
+    kill_and_go_on(tmp_path / "killed")
+    a, *others = (load_params(path, abstract_policy(experiment)) for path in policies)
+    for other in others:
+        for x, y in zip(*map(jax.tree.leaves, (a, other)), strict=True):
+            np.testing.assert_array_equal(x, y)
     record = json.loads((tmp_path / "a/SFT.json").read_text())
     assert record["tokens"] < 25 * 8 * 256 and 0.2 < record["scripts_resolved"] < 0.5

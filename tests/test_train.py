@@ -1,4 +1,8 @@
-"""The whole loop on real sandboxes with a tiny random policy."""
+"""The whole loop on real sandboxes with a tiny random policy.
+
+An asynchronous run without a correction (trap 73) cannot be configured: steps are synchronous, which
+`test_stored_trajectories_are_whole` sees in the weight version of every turn.
+"""
 
 import json
 import os
@@ -21,6 +25,7 @@ from t1jax.rollout import store
 from t1jax.run import abstract_policy, first_state
 
 ROOT = Path(__file__).parent.parent
+SMALL_DISK = "7500k"  # holds the run and one checkpoint, not two
 ENV = os.environ | {
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
     "JAX_PLATFORMS": "cpu",
@@ -120,6 +125,32 @@ def test_a_killed_run_ends_as_an_unkilled_one(finished, tmp_path):
         assert (workdir / name).read_text() == (whole / name).read_text()
     left = [p for p in workdir.rglob("tmp-*") if not p.is_relative_to(workdir / "tasks")]
     assert left == []
+
+
+@pytest.mark.slow
+def test_a_run_cut_by_a_full_disk_goes_on(finished, tmp_path):
+    whole, _ = finished
+    command = f'"{sys.executable}" -m t1jax.train --config=configs/tiny.py:debug --workdir="$0/run"'
+    script = f"""
+        mount -t tmpfs -o size={SMALL_DISK} none "$0" && ! {command} 2> "$1/first.log" &&
+        mount -o remount,size=1g "$0" && {command} && cp -r "$0/run" "$1/run"
+    """
+    (disk, out) = tmp_path / "disk", tmp_path / "out"
+    disk.mkdir(), out.mkdir()
+    namespaces = "-m" if os.geteuid() == 0 else "-rm"
+    done = subprocess.run(
+        ["unshare", namespaces, "sh", "-c", script, disk, out],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    errors = [e for e in (out / "first.log").read_text().splitlines() if e.startswith("error: ")]
+    assert done.returncode == 0, done.stderr
+    assert len(errors) == 1 and ("No space left" in errors[0] or "disk is full" in errors[0])
+    assert "resuming at step" in done.stderr
+    assert without_clock(out / "run") == without_clock(whole)
 
 
 def test_a_stale_sampler_is_caught_before_the_update():

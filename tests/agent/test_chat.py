@@ -1,4 +1,10 @@
-"""Messages to ids: append-only, exact, and safe against text that looks like special tokens."""
+"""Messages to ids: append-only, exact, and safe against text that looks like special tokens.
+
+Of the traps of tokens in, tokens out: a template that rewrites past turns (2) and a chat endpoint that
+renders messages anew (3) cannot occur, since no past turn is ever rendered again: a conversation is the
+ids so far, to which `observation` adds. Nor can a server decode and encode ids (4): the embedded sampler
+takes and returns arrays of ids.
+"""
 
 import json
 import random

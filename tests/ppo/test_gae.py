@@ -1,3 +1,8 @@
+"""GAE over sampled tokens only, against hand-computed values.
+
+Decay across turn boundaries alone (trap 43, TB-GAE) is an estimator this package does not have.
+"""
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
