@@ -9,6 +9,7 @@ all processes' memory is not bounded, only each one's address space and the disk
 import asyncio
 import contextlib
 import os
+import select
 import shlex
 import signal
 import stat
@@ -123,6 +124,11 @@ class NamespaceSandbox:
             await asyncio.wait_for(gone.wait(), CLOSE_S)
         except ProcessLookupError:
             pass
+        except asyncio.CancelledError:  # the kill is under way; nothing may outlive this call
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            poll.poll(1000 * CLOSE_S)
+            raise
         except TimeoutError:
             raise SandboxError(f"sandbox process {self.pid} does not die") from None
         finally:

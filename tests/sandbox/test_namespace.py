@@ -195,6 +195,19 @@ def test_close_leaves_no_process(inside):
     assert not os.path.exists(f"/proc/{inside(body)}")
 
 
+def test_a_cancelled_close_has_ended_the_sandbox_too(inside):
+    async def body(sandbox):
+        await sandbox.run("for i in $(seq 40); do sleep 1000 & done", 20)
+        closing = asyncio.ensure_future(sandbox.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert not os.path.exists(f"/proc/{sandbox.pid}")
+
+    inside(body)
+
+
 def test_many_at_once_do_not_mix(inside):
     async def body(first):
         async def one(i):
