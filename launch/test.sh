@@ -5,7 +5,7 @@
 #   bash launch/test.sh -k moe      further arguments go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bash launch/setup.sh
+bash launch/setup.sh --reference
 
 arguments=()
 for argument in "$@"; do

@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
+from orbax.checkpoint import type_handlers
 
 FORMAT = 1
 TMP = "tmp-"
+STREAM_BYTES = 2**26  # of host arrays under way to the disk at one time
 
 
 class CheckpointError(RuntimeError):
@@ -82,9 +86,9 @@ class Checkpoints:
         return self.folder / f"{step:06d}"
 
 
-def save_params(path: Path, params: Any) -> None:
-    """Writes weights alone into the folder `path`, replacing what it held."""
-    write(Path(path), params, {})
+def save_params(path: Path, params: Any, model: dict) -> None:
+    """Writes weights alone, and `model`, what they are the weights of (JSON), replacing what `path` held."""
+    write(Path(path), params, {"model": model})
 
 
 def load_params(path: Path, like: Any) -> Any:
@@ -92,16 +96,50 @@ def load_params(path: Path, like: Any) -> Any:
     return read(Path(path), like)[0]
 
 
+def read_host(path: Path) -> dict:
+    """The host's part of a checkpoint folder."""
+    path = path.absolute()
+    _check_files(path, "restore it from where it came, or write it anew")
+    return json.loads((path / "host.json").read_text())
+
+
+def lazy_leaves(path: Path) -> dict[str, Any]:
+    """The weights in a folder by their path below {"params": ...}; a leaf is read where it is indexed."""
+    return {
+        leaf.removeprefix("params/"): LazyLeaf(path.absolute() / "arrays", leaf.replace("/", "."))
+        for leaf in json.loads((path / "manifest.json").read_text())["leaves"]
+    }
+
+
+class LazyLeaf:
+    """An array on the disk: shape, dtype, and [index] -> numpy array."""
+
+    def __init__(self, arrays: Path, name: str):
+        base = {"driver": "ocdbt", "base": f"file://{arrays}/"}
+        spec = {"driver": "zarr", "kvstore": base | {"path": f"{name}/"}}
+        few = ts.Context(
+            {"file_io_concurrency": {"limit": 2}, "data_copy_concurrency": {"limit": 2}}
+        )
+        self._store = ts.open(spec, read=True, context=few).result()
+        self.shape, self.dtype = self._store.shape, self._store.dtype.numpy_dtype
+
+    def __getitem__(self, index: tuple[int, ...]):
+        return self._store[index].read().result()
+
+
 def write(path: Path, tree: Any, host: dict) -> None:
-    """Writes one checkpoint folder; the last step is a rename."""
+    """Writes one checkpoint folder; the last step is a rename. `tree`: of jax or of numpy arrays."""
     path = path.absolute()
     tmp = path.with_name(TMP + path.name)
     host_text = json.dumps(host, indent=1, sort_keys=True, allow_nan=False)
     try:
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
-        with ocp.StandardCheckpointer() as orbax:
-            orbax.save(tmp / "arrays", tree)
+        if any(isinstance(x, np.ndarray) for x in jax.tree.leaves(tree)):
+            _stream(tmp / "arrays", tree)
+        else:
+            with ocp.StandardCheckpointer() as orbax:
+                orbax.save(tmp / "arrays", tree)
         (tmp / "arrays" / "commit_success.txt").unlink(
             missing_ok=True
         )  # only says where it was written
@@ -116,6 +154,27 @@ def write(path: Path, tree: Any, host: dict) -> None:
     except (OSError, ValueError, RuntimeError) as error:  # a full disk comes as any of them
         shutil.rmtree(tmp, ignore_errors=True)
         raise CheckpointError(f"cannot write checkpoint {path}: {_one_line(error)}") from error
+
+
+def _stream(folder: Path, tree: Any) -> None:
+    """Saves host arrays, such as memory-mapped files, without a copy of the whole in memory."""
+    handlers = type_handlers.create_type_handler_registry(
+        (jax.Array, type_handlers.ArrayHandler()),
+        (np.ndarray, type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
+    )
+    handler = ocp.BasePyTreeCheckpointHandler(
+        save_concurrent_bytes=STREAM_BYTES, type_handler_registry=handlers
+    )
+    save = ocp.args.PyTreeSave(
+        tree,
+        save_args=jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=STREAM_BYTES // 8), tree),
+        # A file is gathered in memory several times over: a thousand files at most, and no tiny ones.
+        ocdbt_target_data_file_size=max(
+            2**22, sum(x.nbytes for x in jax.tree.leaves(tree)) // 1000
+        ),
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(handler_impl=handler)) as orbax:
+        orbax.save(folder, args=save)
 
 
 def read(path: Path, like: Any) -> tuple[Any, dict]:

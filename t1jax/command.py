@@ -15,13 +15,14 @@ from t1jax.checkpoint import CheckpointError
 from t1jax.experiment import ConfigError
 from t1jax.guard import GuardError
 from t1jax.metrics import MetricsError
+from t1jax.model.hf_config import HFError
 from t1jax.rollout.collect import CollectError
 from t1jax.rollout.store import StoreError
 from t1jax.types import SamplerError, SandboxError
 
 EXPECTED = (
     *(ConfigError, TaskError, CheckpointError, CollectError, StoreError, GuardError, MetricsError),
-    *(SandboxError, SamplerError, OSError),
+    *(HFError, SandboxError, SamplerError, OSError),
 )
 
 

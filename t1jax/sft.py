@@ -211,7 +211,7 @@ def sft(experiment: Experiment, workdir: Path, command_line: str) -> dict:
             checkpoints.save(step + 1, (params, opt_state), {"tokens": tokens, "seconds": seconds})
     bar.stop()
     writer.close()
-    save_params(workdir / "policy", params)
+    save_params(workdir / "policy", params, dataclasses.asdict(experiment.model))
     record = {
         "command": command_line,
         "experiment": dataclasses.asdict(experiment),

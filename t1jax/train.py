@@ -8,6 +8,7 @@ object with the results.
 """
 
 import asyncio
+import dataclasses
 import json
 import sys
 import time
@@ -119,7 +120,7 @@ def train(experiment: Experiment, workdir: Path) -> dict:
                 note = f"reward {metrics['reward/mean']:.3f} resolved {metrics['resolved/all']:.0%}"
                 bar.update(task, advance=1, note=note)
         after = evaluation("after") if experiment.evaluate.after else None
-        save_params(workdir / "policy", state.actor)
+        save_params(workdir / "policy", state.actor, dataclasses.asdict(experiment.model))
     finally:
         sampler.close()
         writer.close()

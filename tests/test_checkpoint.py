@@ -151,7 +151,7 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(tmp_path):
 
 def test_weights_round_trip_and_replace(tmp_path):
     for seed in (1, 2):
-        save_params(tmp_path / "sft", make_state(seed).params)
+        save_params(tmp_path / "sft", make_state(seed).params, {})
     assert_same(load_params(tmp_path / "sft", make_state(0).params), make_state(2).params)
     assert os.listdir(tmp_path) == ["sft"]
 
@@ -176,7 +176,7 @@ def test_weights_round_trip_and_replace(tmp_path):
 )
 def test_weights_of_another_model_are_refused(tmp_path, change, message):
     params = make_state(1).params
-    save_params(tmp_path / "sft", params)
+    save_params(tmp_path / "sft", params, {})
     with pytest.raises(CheckpointError, match=message):
         load_params(tmp_path / "sft", change(params))
 
@@ -188,7 +188,7 @@ def test_missing_weights_are_told(tmp_path):
 
 def test_a_checkpoint_is_small(tmp_path):
     params = {f"w{i}": jax.random.normal(jax.random.key(i), (100, 100)) for i in range(70)}
-    save_params(tmp_path / "sft", params)
+    save_params(tmp_path / "sft", params, {})
     files = [path for path in (tmp_path / "sft").rglob("*") if path.is_file()]
     assert len(files) <= 24
     assert sum(path.stat().st_size for path in files) < 4_000_000
@@ -200,7 +200,7 @@ SAVE_SHARDED = """
     from pathlib import Path
     from t1jax.checkpoint import save_params
     sharding = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
-    save_params(Path(sys.argv[1]), {"w": jax.device_put(jnp.arange(16.0), sharding)})
+    save_params(Path(sys.argv[1]), {"w": jax.device_put(jnp.arange(16.0), sharding)}, {})
 """
 
 

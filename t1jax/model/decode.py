@@ -11,7 +11,7 @@ from jax import Array
 from t1jax.model.config import ModelConfig
 from t1jax.model.deltanet import DeltaState, zero_state
 from t1jax.model.layers import AttentionState, RMSNorm, Rows, make_place
-from t1jax.model.lm import Block, embed, pick_logp
+from t1jax.model.lm import Block, embed, head, logits_of, pick_logp
 
 
 @flax.struct.dataclass
@@ -75,8 +75,7 @@ def extend(
     last_R1 = jnp.maximum(count_R - 1, 0)[:, None]
     x_RD = jnp.take_along_axis(x_RSD, last_R1[..., None], axis=1)[:, 0]
     hidden_RD = RMSNorm(c).apply({"params": trunk["norm"]}, x_RD)
-    head_DV = params["params"]["head"].astype(hidden_RD.dtype)
-    logits_RV = jnp.matmul(hidden_RD, head_DV, preferred_element_type=jnp.float32)
+    logits_RV = logits_of(c, hidden_RD, head(c, params))
     length = rows.write(cache.length, start_R + count_R)
     experts_RSLK = jnp.moveaxis(jnp.concatenate(experts), 0, 2)
     return Cache(tuple(layers), length), logits_RV, experts_RSLK

@@ -51,7 +51,7 @@ class DeltaNet(nn.Module):
         conv_WC = self.param("conv", dense_init, (c.conv_width, c.conv_dim), c.param_dtype)
         a_log_H = self.param("A_log", init_a_log, (H,), jnp.float32)
         dt_bias_H = self.param("dt_bias", init_dt_bias, (H,), jnp.float32)
-        norm_V = self.param("norm", nn.initializers.ones, (V,), c.param_dtype)
+        norm_V = self.param("norm", nn.initializers.ones, (V,), jnp.float32)
 
         qkv_BTC = Linear(c, c.conv_dim, name="in_proj_qkv")(x_BTD)
         z_BTHV = Linear(c, H * V, name="in_proj_z")(x_BTD).reshape(B, T, H, V)

@@ -2,7 +2,8 @@
 
 Outputs of a model are by *position*; everything returned by `token_*` is by *token*: row t belongs to
 token t. `by_token` is the only place where the two meet.
-`params` are Flax variables, {"params": {...}}: PolicyLM has "trunk" and "head", ValueLM "trunk" and "value".
+`params` are Flax variables, {"params": {...}}: PolicyLM has "trunk" and "head" (none where embeddings are
+tied), ValueLM "trunk" and "value".
 Dims: B rows, T tokens, D model, L layers, K experts a token, V vocabulary.
 """
 
@@ -87,7 +88,13 @@ class Trunk(nn.Module):
         if experts_BTLK is not None:
             replay = jnp.moveaxis(experts_BTLK, 2, 0)
             replay = replay.reshape(c.num_blocks, c.full_attention_interval, *replay.shape[1:])
-        block = nn.remat(Block, prevent_cse=False) if c.remat else Block
+        block = Block
+        if c.remat != "none":
+            policies = {
+                "block": None,
+                "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+            }
+            block = nn.remat(Block, prevent_cse=False, policy=policies[c.remat])
         blocks = nn.scan(
             block,
             variable_axes={"params": 0},
@@ -113,7 +120,8 @@ class PolicyLM(nn.Module):
     @nn.compact
     def __call__(self, tokens_BT, positions_BT, segments_BT, experts_BTLK=None) -> Out:
         c = self.config
-        self.param("head", dense_init, (c.hidden_size, c.vocab_size), c.param_dtype)
+        if not c.tie_embeddings:
+            self.param("head", dense_init, (c.hidden_size, c.vocab_size), c.param_dtype)
         return Trunk(c, name="trunk")(tokens_BT, positions_BT, segments_BT, experts_BTLK)
 
 
@@ -172,13 +180,25 @@ def token_logp(
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(head_DV, chunk):
         hidden, target = chunk
-        logits = jnp.matmul(hidden, head_DV, preferred_element_type=jnp.float32)
+        logits = logits_of(config, hidden, head_DV)
         return head_DV, pick_logp(logits / temperature_B[:, None, None], target)
 
-    head_DV = params["params"]["head"].astype(hidden_BTD.dtype)
+    head_DV = head(config, params)
     _, picked = jax.lax.scan(step, head_DV, (chunks(hidden_BTD), chunks(targets_BT)))
     logp_BT, entropy_BT = (jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in picked)
     return jnp.where(valid_BT, logp_BT, 0), jnp.where(valid_BT, entropy_BT, 0), out.experts_BTLK
+
+
+def head(config: ModelConfig, params: dict) -> Array:
+    """The output matrix [D, V] in the compute dtype."""
+    p = params["params"]
+    return (p["trunk"]["embed"].T if config.tie_embeddings else p["head"]).astype(config.dtype)
+
+
+def logits_of(config: ModelConfig, hidden: Array, head_DV: Array) -> Array:
+    """hidden @ head as float32, rounded to `logits_dtype` before."""
+    logits = jnp.matmul(hidden, head_DV, preferred_element_type=config.logits_dtype)
+    return logits.astype(jnp.float32)
 
 
 def token_values(

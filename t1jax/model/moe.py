@@ -17,7 +17,7 @@ expert_init = nn.initializers.lecun_normal(batch_axis=(0,))
 
 
 class MoE(nn.Module):
-    """Top-k routed SwiGLU experts plus a shared one behind a sigmoid gate."""
+    """Top-k routed SwiGLU experts; in Qwen3.5 also a shared one behind a sigmoid gate."""
 
     config: ModelConfig
 
@@ -38,8 +38,8 @@ class MoE(nn.Module):
 
         x_ND = x_BTD.reshape(B * T, D)
         replay = None if replay_BTK is None else replay_BTK.reshape(B * T, -1)
-        logits_NE = x_ND.astype(jnp.float32) @ router_DE.astype(jnp.float32)
-        experts_NK, weight_NK = route(logits_NE, c.experts_per_token, replay)
+        logits_NE = x_ND.astype(c.router_dtype) @ router_DE.astype(c.router_dtype)
+        experts_NK, weight_NK = route(logits_NE, c.experts_per_token, c.norm_topk, replay)
         valid_N1 = valid_BT.reshape(B * T, 1)
         experts_NK = jnp.where(valid_N1, experts_NK, -1)
         y_ND = experts_mlp(
@@ -49,24 +49,31 @@ class MoE(nn.Module):
             gate_up.astype(x_ND.dtype),
             down.astype(x_ND.dtype),
         )
+        y_BTD, experts_BTK = y_ND.reshape(B, T, D), experts_NK.reshape(B, T, -1)
+        if not c.shared_width:
+            return y_BTD, experts_BTK
         shared = swiglu(Linear(c, 2 * c.shared_width, name="shared_gate_up")(x_BTD))
         shared = Linear(c, D, name="shared_down")(shared)
         gate = jax.nn.sigmoid(Linear(c, 1, name="shared_gate")(x_BTD))
-        return y_ND.reshape(B, T, D) + gate * shared, experts_NK.reshape(B, T, -1)
+        return y_BTD + gate * shared, experts_BTK
 
 
-def route(logits_NE: Array, k: int, replay_NK: Array | None) -> tuple[Array, Array]:
-    """Experts i32[N, K] and their float32 weights, which sum to 1.
+def route(
+    logits_NE: Array, k: int, norm_topk: bool, replay_NK: Array | None
+) -> tuple[Array, Array]:
+    """Experts i32[N, K] and their float32 weights: probabilities, with `norm_topk` made to sum to 1.
 
     Weights always come from the live probabilities, so the router learns under replay too.
     """
-    p_NE = jax.nn.softmax(logits_NE, axis=-1)
+    p_NE = jax.nn.softmax(logits_NE.astype(jnp.float32), axis=-1)
     experts_NK = jax.lax.top_k(jax.lax.stop_gradient(p_NE), k)[1]
     if replay_NK is not None:
         free_N1 = jnp.any(replay_NK < 0, axis=-1, keepdims=True)
         experts_NK = jnp.where(free_N1, experts_NK, replay_NK)
     weight_NK = jnp.take_along_axis(p_NE, experts_NK, axis=-1)
-    return experts_NK, weight_NK / jnp.sum(weight_NK, axis=-1, keepdims=True)
+    if norm_topk:
+        weight_NK /= jnp.sum(weight_NK, axis=-1, keepdims=True)
+    return experts_NK, weight_NK
 
 
 def swiglu(gate_up: Array) -> Array:

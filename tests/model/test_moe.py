@@ -76,11 +76,11 @@ def test_gradients_equal_those_of_the_dense_form(name, weights):
 
 def test_weights_are_the_live_probabilities_renormalised():
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
-    experts, weight = route(logits, 2, None)
+    experts, weight = route(logits, 2, True, None)
     np.testing.assert_array_equal(experts, [[0, 1]])
     np.testing.assert_allclose(weight, [[0.625, 0.375]], atol=1e-6)
-    experts, weight = route(logits, 2, jnp.array([[3, 2]]))
+    experts, weight = route(logits, 2, True, jnp.array([[3, 2]]))
     np.testing.assert_array_equal(experts, [[3, 2]])
     np.testing.assert_allclose(weight, [[0.25, 0.75]], atol=1e-6)
-    experts, _ = route(logits, 2, jnp.array([[-1, 2]]))
+    experts, _ = route(logits, 2, True, jnp.array([[-1, 2]]))
     np.testing.assert_array_equal(experts, [[0, 1]])

@@ -1,0 +1,382 @@
+"""Hugging Face checkpoints to policy folders and back, one tensor at a time.
+
+    python -m t1jax.model.hf import --checkpoint=HF_FOLDER --out=POLICY [--dtype=bfloat16]
+    python -m t1jax.model.hf export --checkpoint=POLICY --out=HF_FOLDER [--like=HF_FOLDER] [--dtype=...]
+
+A policy folder is what runs write and start from (see t1jax.checkpoint); its host.json names the model.
+`export --like` takes everything but the weights from there: names and dtypes of the tensors, config.json,
+tokenizer files, and the tensors that import skips (vision tower, MTP).
+Names and shapes are checked before anything is written. Import needs as much scratch disk beside `out` as
+the weights take; of host memory both need little more than one tensor or shard.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+from absl import flags
+from safetensors import safe_open
+
+from t1jax import checkpoint, command
+from t1jax.files import write_json
+from t1jax.model.config import ModelConfig
+from t1jax.model.hf_config import HFError, from_hf, to_hf
+from t1jax.model.hf_names import (
+    SKIPPED,
+    Place,
+    accepted,
+    bare_name,
+    from_leaf,
+    part_of,
+    tensor_shape,
+    tensors,
+    to_leaf,
+)
+from t1jax.model.lm import init_policy
+
+SHARD_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # else 1
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "LICENSE"),
+)
+
+
+class Head(NamedTuple):
+    """What a tensor is like; dtype as safetensors spells it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * BYTES.get(self.dtype, 1)
+
+
+class Shards:
+    """The tensors of a checkpoint folder, read when asked for. Raises HFError for a folder that is none."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        if not (folder / "config.json").is_file():
+            raise HFError(f"{folder} holds no config.json: not a Hugging Face checkpoint")
+        self.config = _read_json(folder / "config.json")
+        self._files = {}
+        if (folder / INDEX).is_file():
+            where = _read_json(folder / INDEX)["weight_map"]
+            names = sorted(set(where.values()))
+        else:
+            where, names = None, sorted(p.name for p in folder.glob("*.safetensors"))
+        if not names:
+            raise HFError(f"{folder} holds no *.safetensors")
+        for name in names:
+            try:
+                file = safe_open(folder / name, "numpy")
+            except Exception as error:  # safetensors raises its own and OSError
+                raise HFError(f"{folder / name} cannot be read: {error}") from error
+            self._files |= dict.fromkeys(file.keys(), file)
+        for name in where or ():
+            if name not in self._files:
+                raise HFError(f"{folder / INDEX} lists {name}, {where[name]} does not hold it")
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def head(self, name: str) -> Head:
+        part = self._files[name].get_slice(name)
+        return Head(part.get_dtype(), tuple(part.get_shape()))
+
+    def read(self, name: str) -> np.ndarray:
+        return self._files[name].get_tensor(name)
+
+
+def import_checkpoint(source: Path, out: Path, dtype: str | None = None) -> dict[str, Any]:
+    """Writes the policy folder `out`; returns what host.json says: model and skipped tensors.
+
+    `dtype`: of the parameters, by default the checkpoint's own. Raises HFError naming a tensor that is
+    missing, extra, of a wrong shape, there twice, or whose values `dtype` cannot hold.
+    """
+    shards = Shards(source)
+    config = from_hf(shards.config)
+    found, skipped = match(config, shards)
+    dtype = dtype or _dtype_of(shards, found)
+    config = dataclasses.replace(config, param_dtype=dtype)
+    host = {"model": dataclasses.asdict(config), "skipped": skipped}
+    scratch = out.absolute().with_name(f"tmp-import-{out.name}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        leaves = {
+            path: np.memmap(scratch / f"{i}", x.dtype, "w+", shape=x.shape)
+            for i, (path, x) in enumerate(abstract(config).items())
+        }
+        for name, place in found.items():
+            tensor = shards.read(name)
+            target = part_of(place, leaves[place.leaf][place.index])
+            target[...] = to_leaf(place, tensor)
+            if target.dtype.itemsize < tensor.dtype.itemsize and not np.array_equal(
+                target.astype(tensor.dtype), to_leaf(place, tensor), equal_nan=True
+            ):
+                raise HFError(f"{name} is {tensor.dtype} and does not fit {dtype}: --dtype=float32")
+        checkpoint.write(out, _tree(leaves), host)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return host
+
+
+def match(config: ModelConfig, shards: Shards) -> tuple[dict[str, Place], list[str]]:
+    """The place of each tensor of the text model, and the names of those skipped."""
+    known, leaves = accepted(config), abstract(config)
+    found, skipped, filled = {}, [], {}
+    for name in shards.names():
+        bare = bare_name(name)
+        if name.startswith(SKIPPED) or (config.tie_embeddings and bare == "lm_head.weight"):
+            skipped.append(name)
+            continue
+        place = known.get(bare)
+        if place is None:
+            raise HFError(f"{shards.folder}: {name} is no tensor of this model")
+        expected = tensor_shape(place, leaves[place.leaf].shape)
+        if shards.head(name).shape != expected:
+            raise HFError(
+                f"{shards.folder}: {name} has shape {list(shards.head(name).shape)}, expected "
+                f"{list(expected)}"
+            )
+        if shards.head(name).dtype not in DTYPES:
+            raise HFError(
+                f"{shards.folder}: {name} is {shards.head(name).dtype}, expected F32 or BF16"
+            )
+        if place in filled:
+            raise HFError(f"{shards.folder}: {name} and {filled[place]} are the same tensor")
+        filled[place] = name
+        found[name] = place
+    for name, place in found.items():
+        whole = place._replace(index=place.index[:1], part=0, parts=1)
+        if whole != place and whole in filled:
+            raise HFError(f"{shards.folder}: {name} is also part of {filled[whole]}")
+    for name, place in tensors(config).items():
+        if not _covered(config, place, filled):
+            raise HFError(f"{shards.folder}: {name} is missing")
+    return found, sorted(skipped)
+
+
+class Wanted(NamedTuple):
+    """A tensor to write."""
+
+    place: Place
+    dtype: np.dtype
+
+    def head(self, params: Mapping[str, Any]) -> "Head":
+        shape = tensor_shape(self.place, params[self.place.leaf].shape)
+        return Head(NAMES[self.dtype], shape)
+
+    def take(self, params: Mapping[str, Any]) -> np.ndarray:
+        value = np.asarray(params[self.place.leaf][self.place.index])
+        tensor = from_leaf(self.place, part_of(self.place, value))
+        return np.ascontiguousarray(tensor, self.dtype)
+
+
+def export_params(
+    params: Mapping[str, Any],
+    config: ModelConfig,
+    out: Path,
+    *,
+    like: Shards | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    writers: int = 1,
+) -> list[str]:
+    """Writes `out`/*.safetensors, their index and config.json; returns the names of the shards.
+
+    params: leaf path -> anything with shape, dtype and [index], such as a jax array, sharded or not: one
+    tensor is read at a time. With `like`, the tensors have the names and dtypes of that checkpoint, and
+    those the model has no use for are carried over; else `dtype`, by default the leaf's own.
+    `writers` shards are written, and held in memory, at one time.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    if like:
+        found, carried = match(config, like)
+        wanted = {
+            name: Wanted(place, DTYPES[like.head(name).dtype]) for name, place in found.items()
+        }
+    else:
+        carried, wanted = [], {}
+        for name, place in tensors(config).items():
+            wanted[name] = Wanted(place, np.dtype(dtype or params[place.leaf].dtype))
+    sizes = {name: w.head(params).nbytes for name, w in wanted.items()}
+    sizes |= {name: like.head(name).nbytes for name in carried}
+    plan = _plan(sizes, shard_bytes)
+    files = [f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors" for i in range(len(plan))]
+
+    def take(name: str) -> np.ndarray:
+        return wanted[name].take(params) if name in wanted else like.read(name)
+
+    def write(file: str, names: list[str]) -> None:
+        heads = {n: wanted[n].head(params) if n in wanted else like.head(n) for n in names}
+        write_shard(out / f"tmp-{file}", heads, take)
+        (out / f"tmp-{file}").rename(out / file)
+
+    with ThreadPoolExecutor(writers) as pool:
+        list(pool.map(write, files, plan))
+    where = {name: file for file, names in zip(files, plan, strict=True) for name in names}
+    write_json(out / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where})
+    dtype = next(iter(wanted.values())).dtype.name
+    write_json(out / "config.json", like.config if like else to_hf(config, dtype))
+    return files
+
+
+def write_shard(path: Path, heads: Mapping[str, Head], take: Callable[[str], np.ndarray]) -> None:
+    """One safetensors file, a tensor at a time: the library's own writer holds a shard three times.
+
+    The format: the header's length as u64, the header as JSON, then the tensors, little-endian.
+    """
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, head in heads.items():
+        start, end = end, end + head.nbytes
+        header[name] = {"dtype": head.dtype, "shape": head.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in heads:
+            file.write(take(name).reshape(-1).view(np.uint8))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def export_checkpoint(
+    source: Path, out: Path, like: Path | None, dtype: str | None, shard_bytes: int
+) -> list[str]:
+    """Writes the policy folder `source` as a Hugging Face checkpoint; returns the names of its shards.
+
+    With `like`, everything but the weights comes from there, and the model must be the same.
+    """
+    model = checkpoint.read_host(source).get("model")
+    if model is None:
+        raise HFError(f"{source / 'host.json'} names no model: is it a policy folder?")
+    config = ModelConfig(**model)
+    shards = Shards(like) if like else None
+    if shards and _sizes(from_hf(shards.config)) != _sizes(config):
+        raise HFError(f"{like} is of another model than {source}")
+    leaves = checkpoint.lazy_leaves(source)
+    files = export_params(leaves, config, out, like=shards, dtype=dtype, shard_bytes=shard_bytes)
+    for name in TOKENIZER_FILES if like else ():
+        if (like / name).is_file():
+            shutil.copyfile(like / name, out / name)
+    return files
+
+
+def abstract(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every parameter, by its path below {"params": ...}."""
+    tree = jax.eval_shape(lambda: init_policy(config, jax.random.key(0)))["params"]
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _covered(config: ModelConfig, place: Place, filled: Mapping[Place, str]) -> bool:
+    """Whether a tensor is there in either form."""
+    if place in filled:
+        return True
+    leaf = place.leaf.rsplit("/", 1)[-1]
+    if leaf not in ("gate_up", "down"):
+        return False
+    whole = Place(place.leaf, place.index[:1], "linear")
+    if whole in filled:
+        return True
+    parts = 2 if leaf == "gate_up" else 1
+    each = (
+        Place(place.leaf, (*whole.index, expert), "linear", part, parts)
+        for expert in range(config.num_experts)
+        for part in range(parts)
+    )
+    return all(one in filled for one in each)
+
+
+def _plan(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
+    """Names by shard, in order, as many as fit."""
+    shards, used = [[]], 0
+    for name, size in sizes.items():
+        if shards[-1] and used + size > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def _dtype_of(shards: Shards, found: Mapping[str, Place]) -> str:
+    """The dtype of the embedding table."""
+    name = next(name for name, place in found.items() if place.leaf == "trunk/embed")
+    return DTYPES[shards.head(name).dtype].name
+
+
+def _sizes(config: ModelConfig) -> ModelConfig:
+    """A model without its dtypes and the ways it is computed."""
+    default = ModelConfig.__dataclass_fields__
+    names = ("embed_std", "dtype", "param_dtype", "router_dtype", "logits_dtype")
+    names += ("remat", "delta_chunk", "logp_chunk")
+    return dataclasses.replace(config, **{name: default[name].default for name in names})
+
+
+def _tree(leaves: Mapping[str, Any]) -> dict:
+    """Nested dictionaries from paths."""
+    tree = {}
+    for path, leaf in leaves.items():
+        *rooms, name = path.split("/")
+        room = tree
+        for part in rooms:
+            room = room.setdefault(part, {})
+        room[name] = leaf
+    return {"params": tree}
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise HFError(f"{path} is no JSON: {error}") from None
+
+
+def main(verb: str) -> None:
+    source, out = Path(CHECKPOINT.value), Path(OUT.value)
+    if verb == "import":
+        host = import_checkpoint(source, out, DTYPE.value)
+        print(json.dumps({"model": host["model"], "skipped": host["skipped"]}))
+    else:
+        like = Path(LIKE.value) if LIKE.value else None
+        shard_bytes = int(SHARD_GB.value * 10**9)
+        files = export_checkpoint(source, out, like, DTYPE.value, shard_bytes)
+        print(json.dumps({"shards": files}))
+
+
+if __name__ == "__main__":
+    CHECKPOINT = flags.DEFINE_string("checkpoint", None, "The folder to read.", required=True)
+    OUT = flags.DEFINE_string("out", None, "The folder to write.", required=True)
+    DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of what is written.")
+    LIKE = flags.DEFINE_string("like", None, "export: where all but the weights comes from.")
+    SHARD_GB = flags.DEFINE_float(
+        "shard_gb", SHARD_BYTES / 10**9, "export: size of a shard.", 0.001
+    )
+    if len(sys.argv) < 2 or sys.argv[1] not in ("import", "export"):
+        command.fail(
+            "say import or export: python -m t1jax.model.hf import --checkpoint=... --out=..."
+        )
+    verb = sys.argv.pop(1)
+    command.run(lambda: main(verb))
