@@ -12,26 +12,22 @@ the weights take; of host memory both need little more than one tensor or shard.
 
 import dataclasses
 import json
-import math
-import os
 import shutil
-import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import ml_dtypes
 import numpy as np
 from absl import flags
-from safetensors import safe_open
 
 from t1jax import checkpoint, command
 from t1jax.files import write_json
 from t1jax.model.config import ModelConfig
 from t1jax.model.hf_config import HFError, from_hf, to_hf
+from t1jax.model.hf_files import DTYPES, INDEX, NAMES, Head, Shards, write_shard
 from t1jax.model.hf_names import (
     SKIPPED,
     Place,
@@ -46,63 +42,11 @@ from t1jax.model.hf_names import (
 from t1jax.model.lm import init_policy
 
 SHARD_BYTES = 5 * 10**9
-INDEX = "model.safetensors.index.json"
-DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # else 1
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("preprocessor_config.json", "video_preprocessor_config.json", "LICENSE"),
 )
-
-
-class Head(NamedTuple):
-    """What a tensor is like; dtype as safetensors spells it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * BYTES.get(self.dtype, 1)
-
-
-class Shards:
-    """The tensors of a checkpoint folder, read when asked for. Raises HFError for a folder that is none."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        if not (folder / "config.json").is_file():
-            raise HFError(f"{folder} holds no config.json: not a Hugging Face checkpoint")
-        self.config = _read_json(folder / "config.json")
-        self._files = {}
-        if (folder / INDEX).is_file():
-            where = _read_json(folder / INDEX)["weight_map"]
-            names = sorted(set(where.values()))
-        else:
-            where, names = None, sorted(p.name for p in folder.glob("*.safetensors"))
-        if not names:
-            raise HFError(f"{folder} holds no *.safetensors")
-        for name in names:
-            try:
-                file = safe_open(folder / name, "numpy")
-            except Exception as error:  # safetensors raises its own and OSError
-                raise HFError(f"{folder / name} cannot be read: {error}") from error
-            self._files |= dict.fromkeys(file.keys(), file)
-        for name in where or ():
-            if name not in self._files:
-                raise HFError(f"{folder / INDEX} lists {name}, {where[name]} does not hold it")
-
-    def names(self) -> list[str]:
-        return list(self._files)
-
-    def head(self, name: str) -> Head:
-        part = self._files[name].get_slice(name)
-        return Head(part.get_dtype(), tuple(part.get_shape()))
-
-    def read(self, name: str) -> np.ndarray:
-        return self._files[name].get_tensor(name)
 
 
 def import_checkpoint(source: Path, out: Path, dtype: str | None = None) -> dict[str, Any]:
@@ -187,8 +131,7 @@ class Wanted(NamedTuple):
 
     def take(self, params: Mapping[str, Any]) -> np.ndarray:
         value = np.asarray(params[self.place.leaf][self.place.index])
-        tensor = from_leaf(self.place, part_of(self.place, value))
-        return np.ascontiguousarray(tensor, self.dtype)
+        return from_leaf(self.place, part_of(self.place, value))
 
 
 def export_params(
@@ -238,25 +181,6 @@ def export_params(
     dtype = next(iter(wanted.values())).dtype.name
     write_json(out / "config.json", like.config if like else to_hf(config, dtype))
     return files
-
-
-def write_shard(path: Path, heads: Mapping[str, Head], take: Callable[[str], np.ndarray]) -> None:
-    """One safetensors file, a tensor at a time: the library's own writer holds a shard three times.
-
-    The format: the header's length as u64, the header as JSON, then the tensors, little-endian.
-    """
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, head in heads.items():
-        start, end = end, end + head.nbytes
-        header[name] = {"dtype": head.dtype, "shape": head.shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in heads:
-            file.write(take(name).reshape(-1).view(np.uint8))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def export_checkpoint(
@@ -345,13 +269,6 @@ def _tree(leaves: Mapping[str, Any]) -> dict:
             room = room.setdefault(part, {})
         room[name] = leaf
     return {"params": tree}
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise HFError(f"{path} is no JSON: {error}") from None
 
 
 def main(verb: str) -> None:

@@ -15,14 +15,13 @@ from safetensors.numpy import load_file, save_file
 from t1jax.checkpoint import lazy_leaves, load_params, save_params
 from t1jax.model.config import DELTA_FIELDS, QWEN3_5_122B_A10B, ModelConfig
 from t1jax.model.hf import (
-    INDEX,
-    Shards,
     abstract,
     export_checkpoint,
     export_params,
     import_checkpoint,
 )
 from t1jax.model.hf_config import HFError, from_hf, to_hf
+from t1jax.model.hf_files import INDEX, Shards
 from t1jax.model.hf_names import accepted, bare_name, from_leaf, part_of, tensors
 from t1jax.model.lm import init_policy
 

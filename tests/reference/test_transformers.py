@@ -16,7 +16,8 @@ from reference.cases import CASES, LENGTHS
 
 from t1jax.checkpoint import load_params, read_host
 from t1jax.model.config import ModelConfig
-from t1jax.model.hf import Shards, abstract, export_checkpoint, import_checkpoint
+from t1jax.model.hf import abstract, export_checkpoint, import_checkpoint
+from t1jax.model.hf_files import Shards
 from t1jax.model.hf_names import accepted, bare_name, from_leaf, part_of
 from t1jax.model.lm import PolicyLM, head, init_policy, logits_of, token_logp
 
