@@ -24,7 +24,8 @@ from orbax.checkpoint import type_handlers
 
 FORMAT = 1
 TMP = "tmp-"
-STREAM_BYTES = 2**26  # of host arrays under way to the disk at one time
+CHUNK_BYTES = 2**23
+CONCURRENT_BYTES = 2**26  # under way to the disk at one time
 
 
 class CheckpointError(RuntimeError):
@@ -136,7 +137,7 @@ def write(path: Path, tree: Any, host: dict) -> None:
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
         if any(isinstance(x, np.ndarray) for x in jax.tree.leaves(tree)):
-            _stream(tmp / "arrays", tree)
+            _save_host_arrays(tmp / "arrays", tree)
         else:
             with ocp.StandardCheckpointer() as orbax:
                 orbax.save(tmp / "arrays", tree)
@@ -156,18 +157,23 @@ def write(path: Path, tree: Any, host: dict) -> None:
         raise CheckpointError(f"cannot write checkpoint {path}: {_one_line(error)}") from error
 
 
-def _stream(folder: Path, tree: Any) -> None:
-    """Saves host arrays, such as memory-mapped files, without a copy of the whole in memory."""
+def _save_host_arrays(folder: Path, tree: Any) -> None:
+    """Saves numpy arrays, such as memory-mapped files, without a copy of the whole in memory.
+
+    Weights stacked over blocks are cut block by block, so that one can be read alone.
+    """
     handlers = type_handlers.create_type_handler_registry(
         (jax.Array, type_handlers.ArrayHandler()),
         (np.ndarray, type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
     )
     handler = ocp.BasePyTreeCheckpointHandler(
-        save_concurrent_bytes=STREAM_BYTES, type_handler_registry=handlers
+        save_concurrent_bytes=CONCURRENT_BYTES, type_handler_registry=handlers
     )
+    stacked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,))
+    whole = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
     save = ocp.args.PyTreeSave(
         tree,
-        save_args=jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=STREAM_BYTES // 8), tree),
+        save_args=jax.tree.map(lambda x: stacked if x.ndim > 2 else whole, tree),
         # A file is gathered in memory several times over: a thousand files at most, and no tiny ones.
         ocdbt_target_data_file_size=max(
             2**22, sum(x.nbytes for x in jax.tree.leaves(tree)) // 1000
