@@ -4,6 +4,7 @@ Per head: S <- exp(g) S;  S <- S + k (x) beta (v - S^T k);  o = S^T q  (Yang et 
 Dims: B rows, T tokens, D model, H value heads, K key dim, V value dim, N chunks, C tokens a chunk.
 """
 
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -12,7 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from t1jax.model.config import ModelConfig
-from t1jax.model.layers import Linear, Place, dense_init, unit_l2, unit_rms
+from t1jax.model.layers import Linear, Place, dense_init, scale, unit_l2, unit_rms
+
+GROUP = 8  # chunks that the backward pass computes again at one time
 
 
 class DeltaState(NamedTuple):
@@ -72,12 +75,14 @@ class DeltaNet(nn.Module):
             jnp.where(place.valid_BT[..., None, None], h, 0) for h in (k_BTHK, v_BTHV)
         )
         beta_BTH, g_BTH = (jnp.where(place.valid_BT[..., None], h, 0) for h in (beta_BTH, g_BTH))
+        inputs = q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH
         if T == 1:
-            rule = delta_step
+            o_BTHV, memory_BHKV = delta_step(*inputs, state.memory_BHKV)
         else:
-            rule = lambda *args: delta_rule(*args, place.runs_BT, c.delta_chunk)  # noqa: E731
-        o_BTHV, memory_BHKV = rule(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, state.memory_BHKV)
-        o_BTHV = (unit_rms(o_BTHV, c.rms_eps) * norm_V[None, None, None]).astype(x_BTD.dtype)
+            o_BTHV, memory_BHKV = delta_rule(
+                *inputs, state.memory_BHKV, place.runs_BT, c.delta_chunk
+            )
+        o_BTHV = scale(unit_rms(o_BTHV, c.rms_eps), norm_V).astype(x_BTD.dtype)
         o_BTHV = (o_BTHV * jax.nn.silu(z_BTHV.astype(jnp.float32))).astype(x_BTD.dtype)
         y_BTD = Linear(c, D, name="out_proj")(o_BTHV.reshape(B, T, H * V))
         return y_BTD, DeltaState(conv_BWC, memory_BHKV)
@@ -94,12 +99,12 @@ def causal_conv(x_BTC: Array, kernel_WC: Array, before_BWC: Array, place: Place)
     window = jnp.concatenate([before_BWC.astype(x_BTC.dtype), x_BTC], axis=1)
     first = jnp.broadcast_to(place.runs_BT[:, :1], (B, width - 1))
     runs = jnp.concatenate([first, place.runs_BT], axis=1)
-    y_BTC = x_BTC * kernel_WC[-1][None, None]
+    y_BTC = scale(x_BTC, kernel_WC[-1])
     for back in range(1, width):
         start = width - 1 - back
         same_BT = runs[:, start : start + T] == place.runs_BT
         past_BTC = jnp.where(same_BT[..., None], window[:, start : start + T], 0)
-        y_BTC += past_BTC * kernel_WC[start][None, None]
+        y_BTC += scale(past_BTC, kernel_WC[start])
     end_B = jnp.max(jnp.where(place.valid_BT, jnp.arange(1, T + 1)[None], 0), axis=1)
     last_BW = end_B[:, None] + jnp.arange(width - 1)[None]
     return y_BTC, jnp.take_along_axis(window, last_BW[..., None], axis=1)
@@ -124,19 +129,43 @@ def delta_rule(
     runs_BT: Array,
     chunk: int,
 ) -> tuple[Array, Array]:
-    """The rule for whole rows, in chunks (WY form): all but a product of small matrices is parallel.
+    """The rule for whole rows, in chunks: all but a product of small matrices a chunk is parallel.
 
     runs_BT: tokens of different runs do not share memory; the given memory belongs to the first run.
-    Returns o_BTHV and the memory after the last token, both float32.
+    Returns o_BTHV and the memory after the last token, both float32. The backward pass keeps the memory
+    between groups of GROUP chunks alone and computes the rest again, while it fits the cache.
     """
-    B, T, H, _ = q_BTHK.shape
+    T = q_BTHK.shape[1]
     C = min(chunk, 1 << (T - 1).bit_length())
-    pad = -T % C
+    span = C * min(GROUP, -(-T // C))
+    pad = -T % span
+
+    def groups(x, mode="constant"):  # [B, T, ...] -> [n, B, span, ...]
+        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2), mode=mode)
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, span, *x.shape[2:]), 1, 0)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(carry, group):
+        memory, before_B = carry
+        *inputs, runs = group
+        o, memory = _chunked(*inputs, memory, runs, before_B, C)
+        return (memory, runs[:, -1]), o
+
+    inputs = (*map(groups, (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH)), groups(runs_BT, "edge"))
+    (memory_BHKV, _), o = jax.lax.scan(step, (memory_BHKV, runs_BT[:, 0]), inputs)
+    o_BTHV = jnp.moveaxis(o, 0, 1)
+    return o_BTHV.reshape(len(runs_BT), T + pad, *o_BTHV.shape[3:])[:, :T], memory_BHKV
+
+
+def _chunked(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, memory_BHKV, runs_BT, before_B, C: int):
+    """The rule in WY form for T a multiple of C; `before_B` is the run whose memory is given."""
+    B, T, H, _ = q_BTHK.shape
     q, k, v, g, beta = (
-        _chunks(x, C, pad) for x in (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH)
+        jnp.moveaxis(x.reshape(B, -1, C, *x.shape[2:]), 2, 3)
+        for x in (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH)
     )  # [B, N, H, C, ...]
-    runs_BNC = jnp.pad(runs_BT, ((0, 0), (0, pad)), mode="edge").reshape(B, -1, C)
-    before_BN = jnp.concatenate([runs_BNC[:, :1, 0], runs_BNC[:, :-1, -1]], axis=1)
+    runs_BNC = runs_BT.reshape(B, -1, C)
+    before_BN = jnp.concatenate([before_B[:, None], runs_BNC[:, :-1, -1]], axis=1)
     from_before = (runs_BNC == before_BN[..., None])[:, :, None]  # [B, N, 1, C]
     to_after = (runs_BNC == runs_BNC[..., -1:])[:, :, None]
     same = runs_BNC[..., :, None] == runs_BNC[..., None, :]
@@ -169,13 +198,7 @@ def delta_rule(
     new = u - jnp.einsum("bnhck,bnhkv->bnhcv", w, before)
     o = jnp.einsum("bnhij,bnhjv->bnhiv", scores, new)
     o += jnp.einsum("bnhck,bnhkv->bnhcv", q * decay_in[..., None], before)
-    return jnp.moveaxis(o, 2, 3).reshape(B, T + pad, H, -1)[:, :T], memory_BHKV
-
-
-def _chunks(x: Array, C: int, pad: int) -> Array:
-    """[B, T, H, ...] -> [B, N, H, C, ...], zeros behind the end."""
-    x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, C, *x.shape[2:]), 2, 3)
+    return jnp.moveaxis(o, 2, 3).reshape(B, T, H, -1), memory_BHKV
 
 
 def _exp_where(mask: Array, x: Array) -> Array:
