@@ -18,6 +18,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c = ConfigDict()
     c.seed = 0
     c.tokenizer = f"{ASSETS}/tokenizer.json"
+    c.chat_template = ""  # a .jinja or tokenizer_config.json; "" = ChatML as Qwen writes it
     c.initial_policy = f"{ASSETS}/sft"  # the SFT checkpoint PPO starts from; "" = random weights
     c.model = dict(
         vocab_size=512,

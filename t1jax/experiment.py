@@ -117,6 +117,7 @@ class Experiment:
 
     seed: int
     tokenizer: str
+    chat_template: str
     initial_policy: str
     model: ModelConfig
     tasks: TaskConfig

@@ -8,6 +8,7 @@ import jax
 from t1jax.agent.chat import Chat
 from t1jax.agent.generate import Split, generate
 from t1jax.agent.task import load_tasks
+from t1jax.agent.template import TemplateError
 from t1jax.checkpoint import load_params
 from t1jax.engine import JaxSampler, Sampling
 from t1jax.experiment import ConfigError, EvaluateConfig, Experiment, RolloutConfig
@@ -41,7 +42,9 @@ def make_chat(experiment: Experiment) -> Chat:
             f"tokenizer {experiment.tokenizer} does not exist: run from the project's root"
         )
     try:
-        chat = Chat(experiment.tokenizer)
+        chat = Chat(experiment.tokenizer, experiment.chat_template or None)
+    except TemplateError as error:
+        raise ConfigError(f"chat_template {experiment.chat_template}: {error}") from error
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ConfigError(f"tokenizer {experiment.tokenizer} cannot be used: {error}") from error
     if chat.vocab_size > experiment.model.vocab_size:

@@ -2,14 +2,18 @@
 
 Special tokens are put in by id, and the text between them is encoded by a tokenizer that knows none of
 them. So a file that holds "<|im_end|>" is read as ten harmless characters and cannot end a message. The
-ids are those that the Qwen template (thinking disabled) gives for the same conversation.
+fixed text around the messages is ChatML as Qwen writes it (thinking disabled), or that of a model's own
+chat template, which is then proven to be append-only.
 """
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
+
+from t1jax.agent.template import CHATML, TemplateError, learn, probe, read_template
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
@@ -17,11 +21,12 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</t
 class Chat:
     """Encodes the parts of a conversation. Never truncates; the cost is linear in the new text.
 
-    Built from a `tokenizer.json` (tokenizers library) that knows the five Qwen tokens; raises ValueError
-    naming the file and what it lacks.
+    Built from a `tokenizer.json` (tokenizers library) that knows the five Qwen tokens, and optionally a
+    chat template (see template.read_template). Raises ValueError naming the file and what it lacks, or
+    TemplateError where the template rewrites what came before.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, template: str | Path | None = None):
         data = json.loads(Path(path).read_text())
         data["truncation"] = data["padding"] = None
         self._all = Tokenizer.from_str(json.dumps(data))
@@ -30,11 +35,17 @@ class Chat:
         missing = [t for t, i in zip(SPECIAL_TOKENS, ids, strict=True) if i is None]
         if missing:
             raise ValueError(f"{path} lacks {' '.join(missing)}: a Qwen tokenizer is needed")
-        self._end_of_text, self._start, self._end, think, end_think = ids
-        self._added = np.fromiter(self._all.get_added_tokens_decoder(), np.int32)
-        self._generation = self._join(
-            self._end, "\n", self._start, "assistant\n", think, "\n\n", end_think, "\n\n"
-        )
+        self._end_of_text, _, self._end, _, _ = ids
+        added = self._all.get_added_tokens_decoder()
+        self._added = np.fromiter(added, np.int32)
+        self._specials = {token.content: i for i, token in added.items()}
+        source = read_template(Path(template)) if template else None
+        pieces = learn(source) if source else CHATML
+        self._system, self._user, self._observation, self._reply = map(self._split, pieces)
+        if self._observation[:1] != [self._end]:
+            raise TemplateError("the chat template does not end a reply with <|im_end|>")
+        if source:
+            probe(source, self._encode_all, self._append_all)
 
     @property
     def vocab_size(self) -> int:
@@ -48,16 +59,15 @@ class Chat:
 
     def opening(self, system: str, instruction: str) -> np.ndarray:
         """i32[C]: system and first user message, ending in the generation prompt."""
-        system_ids = self._join(self._start, f"system\n{system}", self._end, "\n")
-        return np.concatenate([system_ids, self._user(instruction)])
+        return self._join(*self._system, system, *self._user, instruction, *self._reply)
 
     def observation(self, text: str, closed: bool = True) -> np.ndarray:
         """i32[C]: what follows a reply, up to the next generation prompt.
 
         `closed`: the reply ended in <|im_end|>; otherwise it is closed here, as context.
         """
-        glue = self._join("\n") if closed else self._join(self._end, "\n")
-        return np.concatenate([glue, self._user(text)])
+        glue = self._observation[1:] if closed else self._observation
+        return self._join(*glue, text, *self._reply)
 
     def reply(self, text: str) -> np.ndarray:
         """i32[S]: a reply written by hand, closed by <|im_end|>."""
@@ -74,11 +84,35 @@ class Chat:
             raise ValueError(f"the tokenizer's own model makes a special token of {text[:80]!r}")
         return ids
 
-    def _user(self, text: str) -> np.ndarray:
-        return np.concatenate([self._join(self._start, f"user\n{text}"), self._generation])
+    def _split(self, piece: str) -> list[int | str]:
+        """A template's own text as ids of special tokens and plain text between them."""
+        names = sorted(self._specials, key=len, reverse=True)
+        parts = re.split("(" + "|".join(map(re.escape, names)) + ")", piece)
+        return [self._specials.get(part, part) for part in parts if part]
 
     def _join(self, *parts: int | str) -> np.ndarray:
-        """Ids of special tokens, given by id, and of the text between them."""
-        return np.concatenate(
-            [np.array([p], np.int32) if isinstance(p, int) else self.encode(p) for p in parts]
-        )
+        """Ids of special tokens, given by id, and of the text between them, encoded in one go."""
+        ids, text = [np.zeros(0, np.int32)], ""
+        for part in (*parts, None):
+            if isinstance(part, str):
+                text += part
+                continue
+            if text:
+                ids.append(self.encode(text))
+                text = ""
+            if part is not None:
+                ids.append(np.array([part], np.int32))
+        return np.concatenate(ids)
+
+    def _encode_all(self, text: str) -> list[int]:
+        """Ids of rendered text, special tokens recognised."""
+        return self._all.encode(text, add_special_tokens=False).ids
+
+    def _append_all(self, system: str, user: str, turns) -> np.ndarray:
+        """A whole conversation as a trial would build it; special tokens in it recognised, as rendered."""
+        ids = [self._join(*self._system, *self._split(system), *self._user, *self._split(user))]
+        ids.append(self._join(*self._reply))
+        for reply, observation in turns:
+            ids.append(self._join(*self._split(reply), self._end))
+            ids.append(self._join(*self._observation[1:], *self._split(observation), *self._reply))
+        return np.concatenate(ids)

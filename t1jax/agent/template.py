@@ -1,0 +1,148 @@
+"""A model's own chat template, and the proof that conversations can be appended to.
+
+A template renders all messages anew; our streams only grow. `learn` takes a template apart into the
+pieces around the messages, and `probe` renders growing conversations and compares token ids: a template
+that rewrites what came before (Qwen3.5's drops the reasoning of past turns) is refused, with the first
+token that differs.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import jinja2
+import numpy as np
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MARKS = ("\ue000system\ue001", "\ue000user\ue001", "\ue000reply\ue001", "\ue000observation\ue001")
+WINDOW = 8  # tokens shown around a difference
+# What a probe's messages are made of: everything that templates strip, cut out, or parse.
+TEXTS = (
+    "ls -l",
+    "  leading and trailing space \n",
+    "two\n\nlines, a `quote` and {{ braces }}",
+    "<think>\nwhy\n</think>\n\nhow",
+    "naïve 日本 🙂",
+    "<tool_call>\n<function=bash>\n</function>\n</tool_call>",
+)
+
+
+class TemplateError(ValueError):
+    """A chat template that cannot be read or be appended to: one line."""
+
+
+class Pieces(NamedTuple):
+    """The fixed text around the messages, special tokens spelt out.
+
+    A conversation is before_system, SYSTEM, before_user, USER, before_reply, then for each further turn
+    REPLY, before_observation, OBSERVATION, before_reply.
+    """
+
+    before_system: str
+    before_user: str
+    before_observation: str
+    before_reply: str
+
+
+CHATML = Pieces(
+    before_system="<|im_start|>system\n",
+    before_user="<|im_end|>\n<|im_start|>user\n",
+    before_observation="<|im_end|>\n<|im_start|>user\n",
+    before_reply="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+)
+
+
+class Template:
+    """A Jinja chat template as Hugging Face tokenizers carry it. Its text is untrusted: sandboxed."""
+
+    def __init__(self, source: str):
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, **k)
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the chat template cannot be parsed: {error}") from None
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        """The text of a conversation up to the next reply, thinking disabled."""
+        try:
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=True, enable_thinking=False
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise TemplateError(f"the chat template does not render: {error}") from None
+
+
+def read_template(path: Path) -> Template:
+    """From a .jinja file, or the "chat_template" of a tokenizer_config.json."""
+    try:
+        text = path.read_text()
+        if path.suffix != ".json":
+            return Template(text)
+        found = json.loads(text).get("chat_template")
+    except (OSError, ValueError) as error:
+        raise TemplateError(f"chat template {path} cannot be read: {error}") from None
+    if isinstance(found, list):  # several, by name
+        found = next((t["template"] for t in found if t.get("name") == "default"), None)
+    if not isinstance(found, str):
+        raise TemplateError(f"{path} has no chat_template")
+    return Template(found)
+
+
+def learn(template: Template) -> Pieces:
+    """The pieces of a template, from one conversation of two turns. Raises TemplateError."""
+    system, user, reply, observation = MARKS
+    text = template.render(conversation(system, user, [(reply, observation)]))
+    parts, rest = [], text
+    for mark in MARKS:
+        before, found, rest = rest.partition(mark)
+        if not found:
+            raise TemplateError(
+                f"the chat template leaves out the {mark[1:-1]} message, or changes their order"
+            )
+        parts.append(before)
+    before_system, before_user, before_reply, before_observation = parts
+    if rest != before_reply:
+        raise TemplateError(
+            "the chat template is not append-only: it writes the prompt of a reply as "
+            f"{rest!r}, and later as {before_reply!r}; use the text-history path"
+        )
+    return Pieces(before_system, before_user, before_observation, before_reply)
+
+
+def probe(template: Template, encode, append) -> None:
+    """Compares what `append` builds with what the template renders, turn by turn, in token ids.
+
+    encode(text) -> ids, special tokens recognised. append(system, user, turns) -> ids, turns being pairs of
+    a reply and an observation. Raises TemplateError with the first difference.
+    """
+    for turns in range(len(TEXTS)):
+        pairs = [(TEXTS[i], TEXTS[-i]) for i in range(turns)]
+        rendered = np.asarray(encode(template.render(conversation(TEXTS[2], TEXTS[0], pairs))))
+        appended = np.asarray(append(TEXTS[2], TEXTS[0], pairs))
+        n = min(len(rendered), len(appended))
+        differs = np.flatnonzero(rendered[:n] != appended[:n])
+        if len(differs) or len(rendered) != len(appended):
+            at = int(differs[0]) if len(differs) else n
+            window = slice(max(0, at - WINDOW), at + WINDOW)
+            raise TemplateError(
+                f"the chat template is not append-only: after {turns} turns token {at} differs, rendered "
+                f"{rendered[window].tolist()}, appended {appended[window].tolist()}; use the text-history path"
+            )
+
+
+def conversation(system: str, user: str, turns: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    """Messages: the replies are the assistant's, the observations the user's."""
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    for reply, observation in turns:
+        messages.append({"role": "assistant", "content": reply})
+        messages.append({"role": "user", "content": observation})
+    return messages
+
+
+def _raise(message: str):
+    raise jinja2.TemplateError(message)
