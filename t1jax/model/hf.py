@@ -206,11 +206,15 @@ def export_checkpoint(
 
 
 def abstract(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every parameter, by its path below {"params": ...}."""
-    tree = jax.eval_shape(lambda: init_policy(config, jax.random.key(0)))["params"]
+    """Shape and dtype of every parameter, by path."""
+    return by_path(jax.eval_shape(lambda: init_policy(config, jax.random.key(0))))
+
+
+def by_path(params: dict) -> dict[str, Any]:
+    """The leaves of a policy's parameters by their path below {"params": ...}."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): x
-        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        for path, x in jax.tree_util.tree_leaves_with_path(params["params"])
     }
 
 

@@ -66,7 +66,7 @@ def test_chunks_equal_the_rule(kind):
     np.testing.assert_allclose(memory, wanted_memory, atol=1e-4)
 
 
-@pytest.mark.parametrize("T", [1, 2, 16, 17, 33])
+@pytest.mark.parametrize("T", [1, 2, 16, 17, 33, 128, 129, 300])  # a group of chunks is 128
 def test_any_length(T):
     args, runs = inputs(T), np.ones((B, T), int)
     o, memory = delta_rule(*args, runs, 16)

@@ -17,6 +17,7 @@ from t1jax.checkpoint import lazy_leaves, load_params, save_params
 from t1jax.model.config import DELTA_FIELDS, QWEN3_5_122B_A10B, ModelConfig
 from t1jax.model.hf import (
     abstract,
+    by_path,
     export_checkpoint,
     export_params,
     import_checkpoint,
@@ -76,9 +77,7 @@ def random_params(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
 
 def tree(config: ModelConfig, leaves: dict[str, np.ndarray]):
     like = jax.eval_shape(lambda: init_policy(config, jax.random.key(0)))
-    paths = jax.tree_util.tree_leaves_with_path(like["params"])
-    keys = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
-    return jax.tree.unflatten(jax.tree.structure(like), [leaves[key] for key in keys])
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[key] for key in by_path(like)])
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from reference.cases import CASES, LENGTHS
 
 from t1jax.checkpoint import load_params, read_host
 from t1jax.model.config import ModelConfig
-from t1jax.model.hf import abstract, export_checkpoint, import_checkpoint
+from t1jax.model.hf import abstract, by_path, export_checkpoint, import_checkpoint
 from t1jax.model.hf_files import Shards
 from t1jax.model.hf_names import accepted, bare_name, from_leaf, part_of
 from t1jax.model.lm import PolicyLM, head, init_policy, logits_of, token_logp
@@ -120,10 +120,7 @@ def test_gradients_of_a_token_loss(case):
 
         return jax.grad(loss)(params)
 
-    ours = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x)
-        for path, x in jax.tree_util.tree_leaves_with_path(gradient(case.params)["params"])
-    }
+    ours = by_path(jax.device_get(gradient(case.params)))
     names = [n.removeprefix("gradient/") for n in arrays.files if n.startswith("gradient/")]
     floor = 1e-4 * max(np.abs(arrays[f"gradient/{name}"]).max() for name in names)
     known, seen = accepted(config), set()

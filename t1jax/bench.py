@@ -1,0 +1,229 @@
+"""Speed beside transformers, in one run on one machine: the same model, weights and threads.
+
+    python -m t1jax.bench model      forward, and forward and backward, at three lengths
+    python -m t1jax.bench sampler    the embedded sampler at 1 to 32 streams
+
+Needs .venv-reference (bash launch/setup.sh --reference). The two sides take turns, each cell is the best of
+ROUNDS, and transformers is given the fastest of its ways to compute experts. A ratio above 1 means that this
+project is faster. The last line printed is a JSON object.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t1jax import command
+from t1jax.engine import JaxSampler, Sampling
+from t1jax.experiment import ConfigError
+from t1jax.model.config import ModelConfig
+from t1jax.model.hf import by_path, export_params
+from t1jax.model.lm import init_policy, token_logp
+
+MODEL = ModelConfig(
+    vocab_size=2048,
+    hidden_size=128,
+    num_layers=8,
+    full_attention_interval=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    delta_k_heads=4,
+    delta_v_heads=8,
+    delta_k_dim=32,
+    delta_v_dim=32,
+    num_experts=16,
+    experts_per_token=4,
+    expert_width=64,
+    shared_width=64,
+    logp_chunk=512,
+)
+LENGTHS = (512, 2048, 8192)
+STREAMS = (1, 4, 16, 32)
+PROMPT, REPLY = 64, 64  # tokens of a stream
+EXPERTS = ("grouped_mm", "eager")  # transformers' ways; batched_mm is ten times slower here
+ROUNDS = 3
+PYTHON = Path(".venv-reference/bin/python")
+
+
+class Reference:
+    """transformers in its own process and environment: see launch/reference_bench.py."""
+
+    def __init__(self, checkpoint: Path, threads: int):
+        if not PYTHON.exists():
+            raise ConfigError(f"{PYTHON} is missing: run bash launch/setup.sh --reference")
+        self._process = subprocess.Popen(
+            [PYTHON, "launch/reference_bench.py", checkpoint, str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def seconds(self, **request) -> float:
+        """What the request took there; raises ConfigError where it failed."""
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "the process ended"}
+        if "error" in answer:
+            raise ConfigError(f"transformers: {answer['error']}")
+        return answer["seconds"]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def side_by_side() -> Iterator[tuple[dict, Reference]]:
+    """The same random weights here and there."""
+    params = init_policy(MODEL, jax.random.key(0))
+    with tempfile.TemporaryDirectory() as folder:
+        export_params(by_path(params), MODEL, Path(folder))
+        reference = Reference(Path(folder), os.cpu_count())
+        try:
+            yield params, reference
+        finally:
+            reference.close()
+
+
+def bench_model() -> dict[str, float]:
+    """Ratios of tokens a second by pass and length."""
+    peak, ratios = gemm_peak(), {}
+    print(f"float32 GEMM peak {peak / 1e9:.0f} GFLOP/s, {os.cpu_count()} cores")
+    print(f"{'pass':9}{'T':>6}{'t1jax tok/s':>13}{'transformers':>14}{'ratio':>7}{'of peak':>9}")
+    with side_by_side() as (params, reference):
+        for name, passes in (("forward", 1), ("backward", 3)):
+            for T in LENGTHS:
+                run = model_pass(params, name, T)
+                ways = {"task": name, "rows": 1, "length": T}
+                ours, theirs = take_turns(run, reference, ways)
+                share = passes * forward_flops(T) / ours / peak
+                ratios[f"{name}_{T}"] = round(theirs / ours, 2)
+                print(
+                    f"{name:9}{T:6}{T / ours:13.0f}{T / theirs:14.0f}{theirs / ours:7.2f}{share:9.1%}",
+                    flush=True,
+                )
+    return ratios
+
+
+def bench_sampler() -> dict[str, float]:
+    """Ratios of sampled tokens a second by number of streams."""
+    ratios = {}
+    print(f"{'streams':>7}{'t1jax tok/s':>13}{'transformers':>14}{'ratio':>7}")
+    with side_by_side() as (params, reference):
+        for streams in STREAMS:
+            sampler = JaxSampler(
+                MODEL,
+                slots=streams,
+                max_len=PROMPT + REPLY,
+                prefill_rows=min(streams, 8),
+                prefill_buckets=(PROMPT,),
+                seed=0,
+                sampling=Sampling(1.0, 1.0, 0),
+                stop_ids=(),
+            )
+            sampler.load(params, 0)
+            sampler.warm_up()
+            ways = {"task": "generate", "rows": streams, "length": PROMPT, "new": REPLY}
+            ours, theirs = take_turns(lambda: sample(sampler, streams), reference, ways)  # noqa: B023
+            sampler.close()
+            tokens = streams * REPLY
+            ratios[f"streams_{streams}"] = round(theirs / ours, 2)
+            print(
+                f"{streams:7}{tokens / ours:13.0f}{tokens / theirs:14.0f}{theirs / ours:7.2f}",
+                flush=True,
+            )
+    return ratios
+
+
+def take_turns(run, reference: Reference, request: dict) -> tuple[float, float]:
+    """The least seconds of either side; a first time on both, which compiles and allocates, is left out."""
+    ours, theirs = [], []
+    for round_ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        run()
+        mine = time.perf_counter() - start
+        other = min(reference.seconds(experts=way, **request) for way in EXPERTS)
+        if round_:
+            ours.append(mine)
+            theirs.append(other)
+    return min(ours), min(theirs)
+
+
+def model_pass(params: dict, name: str, T: int):
+    """A function that computes the mean token loss of T tokens, or its gradient, and waits for it."""
+    ids = np.random.default_rng(0).integers(0, MODEL.vocab_size, (1, T)).astype(np.int32)
+    positions, segments = np.arange(T, dtype=np.int32)[None], np.ones((1, T), np.int32)
+
+    def loss(params):
+        logp, _, _ = token_logp(MODEL, params, ids, positions, segments, None, jnp.ones(1))
+        return -jnp.sum(logp) / (T - 1)
+
+    compiled = jax.jit(loss if name == "forward" else jax.grad(loss)).lower(params).compile()
+    return lambda: jax.block_until_ready(compiled(params))
+
+
+def sample(sampler: JaxSampler, streams: int) -> None:
+    """One reply of REPLY tokens for each stream, all at once."""
+
+    async def one(trial: int):
+        prompt = np.random.default_rng(trial).integers(0, MODEL.vocab_size, PROMPT)
+        await sampler.sample(trial, 0, prompt.astype(np.int32), 0, REPLY)
+        await sampler.release(trial)
+
+    async def every():
+        await asyncio.gather(*map(one, range(streams)))
+
+    asyncio.run(every())
+
+
+def forward_flops(T: int) -> float:
+    """Of the matrix products of one forward pass over T tokens, two a multiplication."""
+    c = MODEL
+    D, full = c.hidden_size, c.num_layers // c.full_attention_interval
+    attention = D * c.head_dim * (3 * c.num_heads + 2 * c.num_kv_heads)
+    scores = (T + 1) * c.num_heads * c.head_dim  # two products with half of the keys on average
+    values = c.delta_v_heads * c.delta_v_dim
+    delta = D * (c.conv_dim + 2 * values + 2 * c.delta_v_heads)
+    memory = 3 * values * c.delta_k_dim  # S^T k, k (x) u and S^T q
+    expert = 3 * D * (c.experts_per_token * c.expert_width + c.shared_width)
+    moe = expert + D * (c.num_experts + 1)
+    layers = full * (attention + scores) + (c.num_layers - full) * (delta + memory)
+    return 2.0 * T * (layers + c.num_layers * moe + D * c.vocab_size)
+
+
+def gemm_peak() -> float:
+    """FLOP/s of a float32 product of matrices of 2048 x 2048, the best of ten."""
+    a = jax.random.normal(jax.random.key(0), (2048, 2048))
+    multiply = jax.jit(jnp.matmul).lower(a, a).compile()
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        jax.block_until_ready(multiply(a, a))
+        times.append(time.perf_counter() - start)
+    return 2 * 2048**3 / min(times)
+
+
+BENCHES = {"model": bench_model, "sampler": bench_sampler}
+
+
+def main(name: str) -> None:
+    print(json.dumps({"name": name, "ratios": BENCHES[name]()}))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in BENCHES:
+        command.fail(f"say which: python -m t1jax.bench {'|'.join(BENCHES)}")
+    name = sys.argv.pop(1)
+    command.run(lambda: main(name))
