@@ -108,3 +108,7 @@ def test_a_full_disk(tmp_path):
         wrapper=wrapper,
         says="the disk is full",
     )
+
+
+def test_a_benchmark_of_no_such_name():
+    refused("t1jax.bench", "modle", says="say which: python -m t1jax.bench model|sampler")
