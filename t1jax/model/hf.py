@@ -148,10 +148,12 @@ def export_params(
 
     params: leaf path -> anything with shape, dtype and [index], such as a jax array, sharded or not: one
     tensor is read at a time. With `like`, the tensors have the names and dtypes of that checkpoint, and
-    those the model has no use for are carried over; else `dtype`, by default the leaf's own.
-    `writers` shards are written, and held in memory, at one time.
+    those the model has no use for are carried over, as are its config.json and tokenizer files; else
+    `dtype`, by default the leaf's own. `writers` shards are written at one time. `out` appears when it is
+    whole; raises HFError where it holds files already, which an engine would read together with these.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    if out.exists() and any(out.iterdir()):
+        raise HFError(f"{out} is not empty: name a new folder")
     if like:
         found, carried = match(config, like)
         wanted = {
@@ -169,17 +171,28 @@ def export_params(
     def take(name: str) -> np.ndarray:
         return wanted[name].take(params) if name in wanted else like.read(name)
 
+    tmp = out.absolute().with_name(f"tmp-export-{out.name}")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+
     def write(file: str, names: list[str]) -> None:
         heads = {n: wanted[n].head(params) if n in wanted else like.head(n) for n in names}
-        write_shard(out / f"tmp-{file}", heads, take)
-        (out / f"tmp-{file}").rename(out / file)
+        write_shard(tmp / file, heads, take)
 
-    with ThreadPoolExecutor(writers) as pool:
-        list(pool.map(write, files, plan))
-    where = {name: file for file, names in zip(files, plan, strict=True) for name in names}
-    write_json(out / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where})
-    dtype = next(iter(wanted.values())).dtype.name
-    write_json(out / "config.json", like.config if like else to_hf(config, dtype))
+    try:
+        with ThreadPoolExecutor(writers) as pool:
+            list(pool.map(write, files, plan))
+        where = {name: file for file, names in zip(files, plan, strict=True) for name in names}
+        size = {"total_size": sum(sizes.values())}
+        write_json(tmp / INDEX, {"metadata": size, "weight_map": where})
+        dtype = next(iter(wanted.values())).dtype.name
+        write_json(tmp / "config.json", like.config if like else to_hf(config, dtype))
+        for name in TOKENIZER_FILES if like else ():
+            if (like.folder / name).is_file():
+                shutil.copyfile(like.folder / name, tmp / name)
+        tmp.replace(out)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
     return files
 
 
@@ -198,11 +211,7 @@ def export_checkpoint(
     if shards and _sizes(from_hf(shards.config)) != _sizes(config):
         raise HFError(f"{like} is of another model than {source}")
     leaves = checkpoint.lazy_leaves(source)
-    files = export_params(leaves, config, out, like=shards, dtype=dtype, shard_bytes=shard_bytes)
-    for name in TOKENIZER_FILES if like else ():
-        if (like / name).is_file():
-            shutil.copyfile(like / name, out / name)
-    return files
+    return export_params(leaves, config, out, like=shards, dtype=dtype, shard_bytes=shard_bytes)
 
 
 def abstract(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:

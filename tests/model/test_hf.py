@@ -367,3 +367,22 @@ def test_the_command(folder, tmp_path):
         done = run(*argv)
         assert done.returncode == 1 and done.stderr.startswith("error: ") and says in done.stderr
         assert not (tmp_path / "x").exists()
+
+
+def test_an_export_is_whole_or_not_there(tmp_path):
+    params = random_params(QWEN3)
+    plain = params["trunk/norm/scale"]
+
+    class Full:
+        shape, dtype = plain.shape, plain.dtype
+
+        def __getitem__(self, index):
+            raise OSError(28, "No space left on device")
+
+    broken = params | {"trunk/norm/scale": Full()}
+    with pytest.raises(OSError, match="No space"):
+        export_params(broken, QWEN3, tmp_path / "hf", shard_bytes=4000)
+    assert list(tmp_path.iterdir()) == []
+    export_params(params, QWEN3, tmp_path / "hf")
+    with pytest.raises(HFError, match="hf is not empty: name a new folder"):
+        export_params(params, QWEN3, tmp_path / "hf")
