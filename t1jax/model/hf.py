@@ -155,7 +155,11 @@ def export_params(
     if out.exists() and any(out.iterdir()):
         raise HFError(f"{out} is not empty: name a new folder")
     if like:
-        found, carried = match(config, like)
+        found, skipped = match(config, like)
+        carried = [name for name in skipped if name.startswith(SKIPPED)]
+        found |= {
+            name: Place("trunk/embed") for name in skipped if name not in carried
+        }  # tied head
         wanted = {
             name: Wanted(place, DTYPES[like.head(name).dtype]) for name, place in found.items()
         }

@@ -181,6 +181,17 @@ def test_vision_and_mtp_are_skipped_listed_and_carried_over(folder, tmp_path):
     assert (tmp_path / "again/tokenizer.json").read_text() == "{}"
 
 
+def test_a_tied_head_that_is_stored_all_the_same_follows_the_embedding(tmp_path):
+    config = CONFIGS["qwen3_5_bfloat16_tied"]
+    old, new = random_params(config), random_params(config, seed=1)
+    export_params(old, config, tmp_path / "hf")
+    spoil(tmp_path / "hf", lambda loaded: loaded.update({"lm_head.weight": old["trunk/embed"]}))
+    import_checkpoint(tmp_path / "hf", tmp_path / "policy")
+    export_params(new, config, tmp_path / "again", like=Shards(tmp_path / "hf"))
+    head = Shards(tmp_path / "again").read("lm_head.weight")
+    np.testing.assert_array_equal(head, new["trunk/embed"])
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
