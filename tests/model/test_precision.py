@@ -42,6 +42,7 @@ def losses_and_gradients(config, T=20):
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
+@pytest.mark.slow
 def test_recomputation_changes_no_result():
     plain = losses_and_gradients(CONFIG)
     for remat in REMAT[1:]:

@@ -21,6 +21,7 @@ from t1jax.model.hf_files import Shards
 from t1jax.model.hf_names import accepted, bare_name, from_leaf, part_of
 from t1jax.model.lm import PolicyLM, head, init_policy, logits_of, token_logp
 
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 PYTHON = HERE.parent.parent / ".venv-reference/bin/python"
 NEAR_TIE = 1e-5
