@@ -71,6 +71,7 @@ def test_parameters_are_stored_as_configured():
     assert {dtype for name, dtype in found.items() if name not in wide} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["dtype", "router_dtype", "logits_dtype"])
 def test_every_dtype_counts_and_stays_near(field):
     """bfloat16 in one place moves the loss, by less than a hundredth."""
