@@ -40,7 +40,7 @@ def available():
     try:
         check_available()
     except SandboxUnavailable as error:
-        pytest.skip(str(error))
+        pytest.fail(str(error))
 
 
 @pytest.fixture
