@@ -1,10 +1,9 @@
 """The gated delta net: a linear-attention layer with a decaying, error-correcting memory.
 
-Per head: S <- exp(g) S;  S <- S + k (x) beta (v - S^T k);  o = S^T q  (Yang et al., Gated Delta Networks).
-Dims: B rows, T tokens, D model, H value heads, K key dim, V value dim, N chunks, C tokens a chunk.
+The memory itself is in delta_rule.py.
+Dims: B rows, T tokens, D model, H value heads, K key dim, V value dim.
 """
 
-import functools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -13,9 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from t1jax.model.config import ModelConfig
+from t1jax.model.delta_rule import delta_rule, delta_step
 from t1jax.model.layers import Linear, Place, dense_init, scale, unit_l2, unit_rms
-
-GROUP = 8  # chunks that the backward pass computes again at one time
 
 
 class DeltaState(NamedTuple):
@@ -63,19 +61,18 @@ class DeltaNet(nn.Module):
 
         qkv_BTC, conv_BWC = causal_conv(qkv_BTC, conv_WC.astype(x_BTD.dtype), state.conv_BWC, place)
         q, k, v = jnp.split(jax.nn.silu(qkv_BTC), [key_dim, 2 * key_dim], axis=-1)
-        q_BTHK = unit_l2(q.reshape(B, T, c.delta_k_heads, K)) * K**-0.5
-        k_BTHK = unit_l2(k.reshape(B, T, c.delta_k_heads, K))
-        q_BTHK, k_BTHK = (jnp.repeat(h, H // c.delta_k_heads, axis=2) for h in (q_BTHK, k_BTHK))
+        q_BTJK = unit_l2(q.reshape(B, T, c.delta_k_heads, K)) * K**-0.5
+        k_BTJK = unit_l2(k.reshape(B, T, c.delta_k_heads, K))
         v_BTHV = v.reshape(B, T, H, V).astype(jnp.float32)
         beta_BTH = jax.nn.sigmoid(b_BTH)
         g_BTH = -jnp.exp(a_log_H)[None, None] * jax.nn.softplus(a_BTH + dt_bias_H[None, None])
 
         # A padding token leaves the memory as it is: nothing decays, nothing is written.
-        k_BTHK, v_BTHV = (
-            jnp.where(place.valid_BT[..., None, None], h, 0) for h in (k_BTHK, v_BTHV)
+        k_BTJK, v_BTHV = (
+            jnp.where(place.valid_BT[..., None, None], h, 0) for h in (k_BTJK, v_BTHV)
         )
         beta_BTH, g_BTH = (jnp.where(place.valid_BT[..., None], h, 0) for h in (beta_BTH, g_BTH))
-        inputs = q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH
+        inputs = q_BTJK, k_BTJK, v_BTHV, g_BTH, beta_BTH
         if T == 1:
             o_BTHV, memory_BHKV = delta_step(*inputs, state.memory_BHKV)
         else:
@@ -108,134 +105,6 @@ def causal_conv(x_BTC: Array, kernel_WC: Array, before_BWC: Array, place: Place)
     end_B = jnp.max(jnp.where(place.valid_BT, jnp.arange(1, T + 1)[None], 0), axis=1)
     last_BW = end_B[:, None] + jnp.arange(width - 1)[None]
     return y_BTC, jnp.take_along_axis(window, last_BW[..., None], axis=1)
-
-
-def delta_step(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, memory_BHKV):
-    """The rule for one token a row (T = 1), as written at the top."""
-    q, k, v, g, beta = (x[:, 0] for x in (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH))
-    memory = memory_BHKV * jnp.exp(g)[..., None, None]
-    error = v - jnp.sum(memory * k[..., None], axis=2)
-    memory = memory + k[..., None] * (beta[..., None] * error)[..., None, :]
-    return jnp.sum(memory * q[..., None], axis=2)[:, None], memory
-
-
-def delta_rule(
-    q_BTHK: Array,
-    k_BTHK: Array,
-    v_BTHV: Array,
-    g_BTH: Array,
-    beta_BTH: Array,
-    memory_BHKV: Array,
-    runs_BT: Array,
-    chunk: int,
-) -> tuple[Array, Array]:
-    """The rule for whole rows, in chunks: all but a product of small matrices a chunk is parallel.
-
-    runs_BT: tokens of different runs do not share memory; the given memory belongs to the first run.
-    Returns o_BTHV and the memory after the last token, both float32. The backward pass keeps the memory
-    between groups of GROUP chunks alone and computes the rest again, while it fits the cache.
-    """
-    T = q_BTHK.shape[1]
-    C = min(chunk, 1 << (T - 1).bit_length())
-    span = C * min(GROUP, -(-T // C))
-    pad = -T % span
-
-    def groups(x, mode="constant"):  # [B, T, ...] -> [n, B, span, ...]
-        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2), mode=mode)
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, span, *x.shape[2:]), 1, 0)
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def step(carry, group):
-        memory, before_B = carry
-        *inputs, runs = group
-        o, memory = _chunked(*inputs, memory, runs, before_B, C)
-        return (memory, runs[:, -1]), o
-
-    inputs = (*map(groups, (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH)), groups(runs_BT, "edge"))
-    (memory_BHKV, _), o = jax.lax.scan(step, (memory_BHKV, runs_BT[:, 0]), inputs)
-    o_BTHV = jnp.moveaxis(o, 0, 1)
-    return o_BTHV.reshape(len(runs_BT), T + pad, *o_BTHV.shape[3:])[:, :T], memory_BHKV
-
-
-def _chunked(q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH, memory_BHKV, runs_BT, before_B, C: int):
-    """The rule in WY form for T a multiple of C; `before_B` is the run whose memory is given."""
-    B, T, H, _ = q_BTHK.shape
-    q, k, v, g, beta = (
-        jnp.moveaxis(x.reshape(B, -1, C, *x.shape[2:]), 2, 3)
-        for x in (q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH)
-    )  # [B, N, H, C, ...]
-    runs_BNC = runs_BT.reshape(B, -1, C)
-    before_BN = jnp.concatenate([before_B[:, None], runs_BNC[:, :-1, -1]], axis=1)
-    from_before = (runs_BNC == before_BN[..., None])[:, :, None]  # [B, N, 1, C]
-    to_after = (runs_BNC == runs_BNC[..., -1:])[:, :, None]
-    same = runs_BNC[..., :, None] == runs_BNC[..., None, :]
-    lower = (same & jnp.tri(C, dtype=bool)[None, None])[:, :, None]  # [B, N, 1, C, C]
-    strict = lower & ~jnp.eye(C, dtype=bool)[None, None, None]
-
-    total = jnp.cumsum(g, axis=-1)
-    decay = _exp_where(lower, total[..., :, None] - total[..., None, :])
-    decay_in = _exp_where(from_before, total)
-    decay_out = _exp_where(to_after, total[..., -1:] - total)
-    decay_all = decay_in[..., -1]
-
-    kk = jnp.einsum("bnhik,bnhjk->bnhij", k, k)
-    inverse = unit_lower_inverse(jnp.where(strict, kk * decay, 0) * beta[..., None])
-    kv = jnp.concatenate([k * decay_in[..., None], v], axis=-1) * beta[..., None]
-    w, u = jnp.split(jnp.einsum("bnhij,bnhjx->bnhix", inverse, kv), [k.shape[-1]], axis=-1)
-    k_out = k * decay_out[..., None]
-    eye = jnp.eye(k.shape[-1], dtype=jnp.float32)[None, None, None]
-    keep = decay_all[..., None, None] * eye - jnp.einsum("bnhck,bnhcl->bnhkl", k_out, w)
-    add = jnp.einsum("bnhck,bnhcv->bnhkv", k_out, u)
-
-    def step(memory, chunk_update):
-        keep, add = chunk_update
-        return jnp.einsum("bhkl,bhlv->bhkv", keep, memory) + add, memory
-
-    scanned = (jnp.moveaxis(keep, 1, 0), jnp.moveaxis(add, 1, 0))
-    memory_BHKV, befores = jax.lax.scan(step, memory_BHKV, scanned)
-    before = jnp.moveaxis(befores, 0, 1)
-    scores = jnp.einsum("bnhik,bnhjk->bnhij", q, k) * decay
-    new = u - jnp.einsum("bnhck,bnhkv->bnhcv", w, before)
-    o = jnp.einsum("bnhij,bnhjv->bnhiv", scores, new)
-    o += jnp.einsum("bnhck,bnhkv->bnhcv", q * decay_in[..., None], before)
-    return jnp.moveaxis(o, 2, 3).reshape(B, T, H, -1), memory_BHKV
-
-
-def _exp_where(mask: Array, x: Array) -> Array:
-    """exp(x) under the mask, 0 elsewhere; masked before exp, so that no gradient is inf * 0."""
-    return jnp.where(mask, jnp.exp(jnp.where(mask, x, 0)), 0)
-
-
-@jax.custom_vjp
-def unit_lower_inverse(a: Array) -> Array:
-    """(I + a)^-1 for strictly lower triangular a[..., C, C], C a power of two.
-
-    Inverts blocks of 1, 2, 4, ... along the diagonal: as exact as forward substitution.
-    """
-    C = a.shape[-1]
-    x = jnp.broadcast_to(jnp.eye(C, dtype=a.dtype), a.shape)
-    index = jnp.arange(C)
-    size = 1
-    while size < C:
-        block = index // size
-        below = (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
-        coupling = jnp.where(jnp.expand_dims(below, range(a.ndim - 2)), a, 0)
-        x = x - x @ coupling @ x
-        size *= 2
-    return x
-
-
-def _inverse_fwd(a):
-    x = unit_lower_inverse(a)
-    return x, x
-
-
-def _inverse_bwd(x, dx):
-    xt = jnp.swapaxes(x, -1, -2)
-    return (-(xt @ dx @ xt),)
-
-
-unit_lower_inverse.defvjp(_inverse_fwd, _inverse_bwd)
 
 
 def init_a_log(key: Array, shape: tuple[int, ...], dtype) -> Array:

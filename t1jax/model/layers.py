@@ -173,28 +173,9 @@ def _project_bwd(residuals, dy):
 project.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), _project_bwd)
 
 
-@jax.custom_vjp
 def scale(x: Array, w: Array) -> Array:
     """x * w over the last axis."""
     return x * jnp.expand_dims(w, range(x.ndim - 1))
-
-
-def _scale_fwd(x, w):
-    return scale(x, w), (x, w)
-
-
-def _scale_bwd(residuals, dy):
-    x, w = residuals
-    return scale(dy, w), sum_rows(dy * x)
-
-
-scale.defvjp(_scale_fwd, _scale_bwd)
-
-
-def sum_rows(x: Array) -> Array:
-    """The sum over all axes but the last, as one product."""
-    x = x.reshape(-1, x.shape[-1])
-    return (jnp.ones((1, len(x)), x.dtype) @ x)[0]
 
 
 def unit_rms(x: Array, eps: float) -> Array:

@@ -5,16 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t1jax.model.deltanet import delta_rule, delta_step, unit_lower_inverse
+from t1jax.model.delta_rule import delta_rule, delta_step, unit_lower_inverse
 
-B, H, K, V = 2, 2, 4, 3
+B, J, H, K, V = 2, 2, 4, 4, 3
 
 
 def sequential(q, k, v, g, beta, memory, runs):
     q, k, v, g, beta, memory = (np.asarray(x, np.float64) for x in (q, k, v, g, beta, memory))
+    q, k = (np.repeat(x, H // J, axis=2) for x in (q, k))
     o = np.zeros(v.shape)
     for b in range(q.shape[0]):
-        for h in range(q.shape[2]):
+        for h in range(H):
             S = memory[b, h].copy()
             for t in range(q.shape[1]):
                 if t and runs[b, t] != runs[b, t - 1]:
@@ -32,7 +33,7 @@ def unit(x):
 
 def inputs(T, kind="random", seed=0):
     rng = np.random.default_rng(seed)
-    q, k = unit(rng.normal(size=(2, B, T, H, K)))
+    q, k = unit(rng.normal(size=(2, B, T, J, K)))
     v = rng.normal(size=(B, T, H, V))
     g, beta = -rng.exponential(0.3, (B, T, H)), rng.random((B, T, H))
     if kind == "the same key again and again":
@@ -86,16 +87,21 @@ def test_runs_do_not_see_each_other():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_finite_and_those_of_the_steps(kind):
-    T = 19
-    args, runs = [jnp.asarray(x) for x in inputs(T, kind)], jnp.ones((B, T), int)
+    T = 75  # three groups of four chunks of 8
+    args = [jnp.asarray(x) for x in inputs(T, kind)]
+    runs = jnp.asarray([[1] * 33 + [2] * 42, [1] * 64 + [3] * 3 + [4] * 8])
 
     def by_steps(q, k, v, g, beta, memory):
-        outs = []
-        for t in range(T):
-            now = (x[:, t : t + 1] for x in (q, k, v, g, beta))
-            o, memory = delta_step(*now, memory)
-            outs.append(o)
-        return jnp.concatenate(outs, axis=1), memory
+        def step(memory, now):
+            *now, begins_B = now
+            memory = jnp.where(begins_B[:, None, None, None], 0, memory)
+            o, memory = delta_step(*(x[:, None] for x in now), memory)
+            return memory, o[:, 0]
+
+        begins = jnp.diff(runs, axis=1, prepend=runs[:, :1]) != 0
+        inputs = (jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta, begins))
+        memory, outs = jax.lax.scan(step, memory, tuple(inputs))
+        return jnp.moveaxis(outs, 0, 1), memory
 
     def loss(rule):
         return lambda *a: sum(jnp.sum(jnp.sin(x)) for x in rule(*a))
