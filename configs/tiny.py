@@ -38,6 +38,7 @@ def get_config(arg: str = "") -> ConfigDict:
         shared_width=32,
         embed_std=1.0,
     )
+    c.mesh = dict(data=2)  # devices; on a CPU, one for each core
     c.tasks = dict(
         train="",  # a folder of Harbor tasks; "" = generate `train_count` of them
         eval="",
@@ -74,7 +75,7 @@ def get_config(arg: str = "") -> ConfigDict:
         replay=True,
         whiten=False,
         reduction="token",
-        microbatch=16,  # rows
+        microbatch=16,  # rows on each device
     )
     c.actor_optim = dict(
         lr=4e-4, warmup_steps=0, clip_norm=1.0, b1=0.9, b2=0.98, eps=1e-8, weight_decay=0.1
@@ -107,6 +108,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.tasks.update(train_count=64, eval_count=16)
         c.rollout.update(trials=16, concurrency=16)
         c.engine.update(slots=16)
+        c.ppo.update(microbatch=8)
         c.train.update(steps=4, warmup_steps=1, buckets=(192,), checkpoint_every=2)
         c.sft.update(tasks=64, batch=8, steps=20, copy_steps=5, checkpoint_every=10)
     return c

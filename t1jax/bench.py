@@ -3,7 +3,8 @@
     python -m t1jax.bench model      forward, and forward and backward, at three lengths
     python -m t1jax.bench sampler    the embedded sampler at 1 to 32 streams
 
-Needs .venv-reference (bash launch/setup.sh --reference). The two sides take turns, each cell is the best of
+Needs .venv-reference (bash launch/setup.sh --reference). `model` takes a row a core: here each row on a CPU
+device of its own, as training does, there both in one batch over the same threads. The two sides take turns, each cell is the best of
 ROUNDS, and transformers is given the faster of two ways to compute experts. A ratio above 1 means that this
 project is faster. The last line printed is a JSON object.
 """
@@ -22,13 +23,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from t1jax import command
 from t1jax.engine import JaxSampler, Sampling
 from t1jax.experiment import ConfigError
+from t1jax.mesh import MeshConfig, make_mesh, replicate
 from t1jax.model.config import ModelConfig
 from t1jax.model.hf import by_path, export_params
 from t1jax.model.lm import init_policy, token_logp
+from t1jax.ppo import microbatch
 
 MODEL = ModelConfig(
     vocab_size=2048,
@@ -102,19 +106,22 @@ def side_by_side() -> Iterator[tuple[dict, Reference]]:
 
 def bench_model() -> dict[str, float]:
     """Ratios of tokens a second by pass and length."""
+    rows = os.cpu_count()
+    mesh = make_mesh(MeshConfig(rows))
     peak, ratios = gemm_peak(), {}
-    print(f"float32 GEMM peak {peak / 1e9:.0f} GFLOP/s, {os.cpu_count()} cores")
+    print(f"float32 GEMM peak {peak / 1e9:.0f} GFLOP/s, {rows} cores, {rows} rows of T tokens")
     print(f"{'pass':9}{'T':>6}{'t1jax tok/s':>13}{'transformers':>14}{'ratio':>7}{'of peak':>9}")
     with side_by_side() as (params, reference):
         for name, passes in (("forward", 1), ("backward", 3)):
             for T in LENGTHS:
-                run = model_pass(params, name, T)
-                ways = {"task": name, "rows": 1, "length": T}
+                run = model_pass(params, name, T, mesh)
+                ways = {"task": name, "rows": rows, "length": T}
                 ours, theirs = take_turns(run, reference, ways)
-                share = passes * forward_flops(T) / ours / peak
+                share = passes * rows * forward_flops(T) / ours / peak
                 ratios[f"{name}_{T}"] = round(theirs / ours, 2)
                 print(
-                    f"{name:9}{T:6}{T / ours:13.0f}{T / theirs:14.0f}{theirs / ours:7.2f}{share:9.1%}",
+                    f"{name:9}{T:6}{rows * T / ours:13.0f}{rows * T / theirs:14.0f}"
+                    f"{theirs / ours:7.2f}{share:9.1%}",
                     flush=True,
                 )
     return ratios
@@ -164,17 +171,27 @@ def take_turns(run, reference: Reference, request: dict) -> tuple[float, float]:
     return min(ours), min(theirs)
 
 
-def model_pass(params: dict, name: str, T: int):
-    """A function that computes the mean token loss of T tokens, or its gradient, and waits for it."""
-    ids = np.random.default_rng(0).integers(0, MODEL.vocab_size, (1, T)).astype(np.int32)
-    positions, segments = np.arange(T, dtype=np.int32)[None], np.ones((1, T), np.int32)
+def model_pass(params: dict, name: str, T: int, mesh: Mesh):
+    """A function that computes the mean token loss of a row a device, or its gradient, and waits for it."""
+    shape = mesh.size, T
+    ids = np.random.default_rng(0).integers(0, MODEL.vocab_size, shape).astype(np.int32)
+    positions = np.broadcast_to(np.arange(T, dtype=np.int32), shape)
 
-    def loss(params):
-        logp, _, _ = token_logp(MODEL, params, ids, positions, segments, None, jnp.ones(1))
-        return -jnp.sum(logp) / (T - 1)
+    def loss(params, inputs):
+        tokens, positions = inputs
+        rows = jnp.ones_like(tokens), None, jnp.ones(len(tokens))
+        logp, _, _ = token_logp(MODEL, params, tokens, positions, *rows)
+        return -jnp.sum(logp) / (mesh.size * (T - 1)), logp
 
-    compiled = jax.jit(loss if name == "forward" else jax.grad(loss)).lower(params).compile()
-    return lambda: jax.block_until_ready(compiled(params))
+    def forward(params, inputs):
+        return microbatch.map_rows(lambda *a: loss(*a)[1], params, inputs, 1, mesh)
+
+    def backward(params, inputs):
+        return microbatch.value_and_grad(loss, params, inputs, 1, mesh)[1]
+
+    inputs = (replicate(params, mesh), replicate((ids, positions), mesh))
+    compiled = jax.jit(forward if name == "forward" else backward).lower(*inputs).compile()
+    return lambda: jax.block_until_ready(compiled(*inputs))
 
 
 def sample(sampler: JaxSampler, streams: int) -> None:

@@ -71,7 +71,8 @@ class JaxSampler:
         self._stop = frozenset(stop_ids)
         self._sampling = sampling.top_p, sampling.top_k, np.float32(sampling.temperature)
         self._seed, self._buckets = np.uint32(seed), tuple(prefill_buckets)
-        self._cache = init_cache(config, self._slots, max_len)
+        self._device = jax.devices()[0]  # of those a trainer may use, one
+        self._cache = jax.device_put(init_cache(config, self._slots, max_len), self._device)
         self._params: dict | None = None
         self._table = SlotTable(slots, prefill_rows, prefill_buckets, PATIENCE)
         self._ended: BaseException | None = None  # why no more is served
@@ -90,6 +91,7 @@ class JaxSampler:
         Raises RuntimeError while requests are in flight, as none may span two versions; cancelled ones
         are waited for.
         """
+        params = jax.device_put(params, self._device)
         with self._lock:
             self._check_serving()
             if any(not request.cancelled for request in self._table.requests()):
@@ -97,7 +99,7 @@ class JaxSampler:
             self._lock.wait_for(lambda: self._ended or not self._table.requests())
             self._check_serving()
             self._table.release_all()
-            self._params, self.version = jax.tree.map(jnp.asarray, params), version
+            self._params, self.version = params, version
 
     def warm_up(self) -> None:
         """Compiles every shape, so that no trial's time pays for it. Call it after the first `load`."""

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from t1jax.agent.episode import EpisodeLimits
 from t1jax.files import write_json
+from t1jax.mesh import MeshConfig
 from t1jax.model.config import ModelConfig
 from t1jax.ppo.optim import OptimConfig
 from t1jax.ppo.step import PPOConfig
@@ -104,8 +105,8 @@ POSITIVE = (
     *("tasks.train_count", "tasks.eval_count", "episode.max_turns", "episode.max_context"),
     *("episode.max_reply", "episode.command_timeout_s", "episode.max_output_bytes"),
     *("rollout.trials", "rollout.concurrency", "rollout.max_attempts", "rollout.max_infra_share"),
-    *("engine.slots", "engine.prefill_rows", "reward.scale", "ppo.microbatch", "train.steps"),
-    *("train.checkpoint_every", "train.checkpoint_keep", "train.parity_band"),
+    *("engine.slots", "engine.prefill_rows", "mesh.data", "reward.scale", "ppo.microbatch"),
+    *("train.steps", "train.checkpoint_every", "train.checkpoint_keep", "train.parity_band"),
     *("evaluate.attempts", "evaluate.temperature", "evaluate.top_p", "sft.tasks", "sft.row_length"),
     *("sft.batch", "sft.steps", "sft.learning_rate", "sft.checkpoint_every"),
 )
@@ -120,6 +121,7 @@ class Experiment:
     chat_template: str
     initial_policy: str
     model: ModelConfig
+    mesh: MeshConfig
     tasks: TaskConfig
     episode: EpisodeConfig
     rollout: RolloutConfig
@@ -154,10 +156,13 @@ class Experiment:
             )
         if not self.episode.command_timeout_s < self.episode.agent_timeout_s:
             raise ConfigError("episode: command_timeout_s must be below agent_timeout_s")
-        if self.rollout.trials % self.ppo.microbatch:
+        if self.rollout.trials % (self.ppo.microbatch * self.mesh.data):
             raise ConfigError(
-                f"ppo.microbatch={self.ppo.microbatch} must divide rollout.trials={self.rollout.trials}"
+                f"ppo.microbatch={self.ppo.microbatch} rows on each of mesh.data={self.mesh.data} devices "
+                f"must divide rollout.trials={self.rollout.trials}"
             )
+        if self.sft.batch % self.mesh.data:
+            raise ConfigError(f"mesh.data={self.mesh.data} must divide sft.batch={self.sft.batch}")
         if self.episode.max_context > max(self.train.buckets):
             raise ConfigError(
                 f"episode.max_context={self.episode.max_context} does not fit the largest of "

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import grain
 import jax
+from jax.sharding import Mesh
 
 from t1jax.agent.chat import Chat
 from t1jax.agent.generate import Split, generate
@@ -12,6 +13,7 @@ from t1jax.agent.template import TemplateError
 from t1jax.checkpoint import load_params
 from t1jax.engine import JaxSampler, Sampling
 from t1jax.experiment import ConfigError, EvaluateConfig, Experiment, RolloutConfig
+from t1jax.mesh import replicate
 from t1jax.model.lm import init_policy, init_value
 from t1jax.ppo.optim import make_optimizer
 from t1jax.ppo.step import TrainState, init_state
@@ -90,7 +92,7 @@ def abstract_policy(experiment: Experiment) -> dict:
     return jax.eval_shape(lambda: init_policy(experiment.model, jax.random.key(0)))
 
 
-def first_state(experiment: Experiment) -> TrainState:
+def first_state(experiment: Experiment, mesh: Mesh) -> TrainState:
     """Step 0: the configured initial policy, its trunk under a zero value head, fresh optimizers."""
     policy_key, value_key, key = jax.random.split(jax.random.key(experiment.seed), 3)
     if experiment.initial_policy:
@@ -99,4 +101,4 @@ def first_state(experiment: Experiment) -> TrainState:
         policy = init_policy(experiment.model, policy_key)
     value = init_value(experiment.model, value_key, policy)
     actor, critic = make_optimizer(experiment.actor_optim), make_optimizer(experiment.critic_optim)
-    return init_state(policy, value, actor, critic, key)
+    return replicate(init_state(policy, value, actor, critic, key), mesh)

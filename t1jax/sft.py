@@ -31,6 +31,7 @@ from t1jax.agent.task import load_tasks
 from t1jax.checkpoint import Checkpoints, save_params
 from t1jax.experiment import ConfigError, Experiment, read_experiment, write_config
 from t1jax.files import write_json
+from t1jax.mesh import make_mesh, replicate
 from t1jax.metrics import MetricsWriter
 from t1jax.model.lm import init_policy
 from t1jax.ppo.imitate import Examples, make_imitate_step
@@ -163,6 +164,7 @@ def batches(rows: Sequence[Examples], size: int, seed: int) -> grain.MapDataset:
 def sft(experiment: Experiment, workdir: Path, command_line: str) -> dict:
     """Trains and writes `workdir`/policy and its record, `workdir`/SFT.json; returns the record."""
     started, c = time.time(), experiment.sft
+    mesh = make_mesh(experiment.mesh)
     chat = make_chat(experiment)
     length = c.row_length
     copies = pack(copy_exercises(chat, 100 * c.batch, experiment.seed), length)
@@ -180,10 +182,10 @@ def sft(experiment: Experiment, workdir: Path, command_line: str) -> dict:
         optax.clip_by_global_norm(1.0),
         optax.adamw(schedule, b1=0.9, b2=0.98, weight_decay=0.1, mask=decays),
     )
-    step_fn = make_imitate_step(experiment.model, optimizer, c.batch)
+    step_fn = make_imitate_step(experiment.model, optimizer, c.batch // mesh.size, mesh)
 
     params = init_policy(experiment.model, jax.random.key(experiment.seed))
-    opt_state = jax.jit(optimizer.init)(params)
+    params, opt_state = replicate((params, jax.jit(optimizer.init)(params)), mesh)
     checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
     found = checkpoints.restore((params, opt_state))
     begin, tokens, elapsed = 0, 0, 0.0

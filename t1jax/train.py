@@ -25,6 +25,7 @@ from t1jax.evaluate import evaluate, summarize, table
 from t1jax.experiment import ConfigError, Experiment, read_experiment, write_config
 from t1jax.files import write_json
 from t1jax.guard import check_finite, check_parity
+from t1jax.mesh import make_mesh
 from t1jax.metrics import MetricsWriter, read_metrics
 from t1jax.plot import plot_run
 from t1jax.ppo.optim import make_optimizer
@@ -42,11 +43,12 @@ def train(experiment: Experiment, workdir: Path) -> dict:
     """The whole run; returns what its last line prints."""
     started = time.time()
     check_available()
+    mesh = make_mesh(experiment.mesh)
     c, chat = experiment.train, make_chat(experiment)
     pool = shuffle_pool(load_pool(experiment, "train", workdir), experiment.seed)
     held_out = load_pool(experiment, "eval", workdir)
     checkpoints = Checkpoints(workdir / "checkpoints", c.checkpoint_keep)
-    state = first_state(experiment)
+    state = first_state(experiment, mesh)
     found = checkpoints.restore(state)
     if found:
         state = found.state
@@ -56,13 +58,14 @@ def train(experiment: Experiment, workdir: Path) -> dict:
     sampler = make_sampler(experiment, chat, experiment.rollout)
     writer = MetricsWriter(workdir, first - 1 if found else None)
     store.drop_after(workdir / "trajectories", first - 1)
-    score = make_score(experiment.model, experiment.ppo)
-    measure = make_measure(experiment.model, experiment.ppo)
+    score = make_score(experiment.model, experiment.ppo, mesh)
+    measure = make_measure(experiment.model, experiment.ppo, mesh)
     train_step = make_train_step(
         experiment.model,
         experiment.ppo,
         make_optimizer(experiment.actor_optim),
         make_optimizer(experiment.critic_optim),
+        mesh,
     )
 
     def evaluation(name: str) -> dict:

@@ -20,6 +20,7 @@ from configs import tiny
 from t1jax.checkpoint import Checkpoints, load_params
 from t1jax.experiment import read_experiment
 from t1jax.guard import GuardError, check_parity
+from t1jax.mesh import MeshConfig, make_mesh
 from t1jax.metrics import read_metrics
 from t1jax.rollout import store
 from t1jax.run import abstract_policy, first_state
@@ -62,7 +63,7 @@ def without_clock(workdir: Path) -> list[dict]:
 
 
 def final_state(workdir: Path):
-    state = first_state(read_experiment(tiny.get_config("debug")))
+    state = first_state(read_experiment(tiny.get_config("debug")), make_mesh(MeshConfig(2)))
     return Checkpoints(workdir / "checkpoints", 2).restore(state).state
 
 
@@ -171,7 +172,7 @@ def test_a_stale_sampler_is_caught_before_the_update():
 
 def test_a_new_run_starts_with_fresh_moments_and_a_silent_critic():
     """Trap 61: only weights are taken over."""
-    state = first_state(read_experiment(tiny.get_config()))
+    state = first_state(read_experiment(tiny.get_config()), make_mesh(MeshConfig(2)))
     for moments in (state.actor_opt, state.critic_opt):
         assert not any(np.any(x) for x in jax.tree.leaves(moments))
     assert not np.any(state.critic["params"]["value"])

@@ -88,20 +88,22 @@ def _backward(residuals, dy):
 
     def step(n, carry):
         i, j = pairs[n, 0], pairs[n, 1]
-        dq, dk, dv = carry
+        dq, dk_t, dv_t = carry  # transposed: ds and p are large, q and dy are not
         p = jnp.exp(_scores(q[i], k[j], segments, i, j) - log_total[i][..., None])
         dp = _dot(dy[i], jnp.swapaxes(v[j], -1, -2))
         ds = (p * (dp - dot_y[i][..., None])).astype(q.dtype)
         p = p.astype(v.dtype)
         return (
             dq.at[i].add(_dot(ds, k[j])),
-            dk.at[j].add(_dot(jnp.swapaxes(ds, -1, -2), q[i])),
-            dv.at[j].add(_dot(jnp.swapaxes(p, -1, -2), dy[i])),
+            dk_t.at[j].add(_dot(jnp.swapaxes(q[i], -1, -2), ds)),
+            dv_t.at[j].add(_dot(jnp.swapaxes(dy[i], -1, -2), p)),
         )
 
     pairs = _pairs(len(q))
-    first = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-    dq, dk, dv = _loop(len(pairs), step, first)
+    k_t, v_t = (jnp.swapaxes(x, -1, -2) for x in (k, v))
+    first = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k_t, v_t))
+    dq, dk_t, dv_t = _loop(len(pairs), step, first)
+    dk, dv = (jnp.swapaxes(x, -1, -2) for x in (dk_t, dv_t))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 

@@ -17,7 +17,7 @@ from jax import Array
 
 from t1jax.model.config import ModelConfig
 from t1jax.model.deltanet import DeltaNet
-from t1jax.model.layers import Attention, Place, RMSNorm, dense_init, make_place
+from t1jax.model.layers import Attention, Place, RMSNorm, dense_init, make_place, project
 from t1jax.model.moe import MoE
 
 # A loop over blocks stacks and slices all that the backward pass needs; so few are unrolled instead.
@@ -197,8 +197,7 @@ def head(config: ModelConfig, params: dict) -> Array:
 
 def logits_of(config: ModelConfig, hidden: Array, head_DV: Array) -> Array:
     """hidden @ head as float32, rounded to `logits_dtype` before."""
-    logits = jnp.matmul(hidden, head_DV, preferred_element_type=config.logits_dtype)
-    return logits.astype(jnp.float32)
+    return project(hidden, head_DV, config.logits_dtype).astype(jnp.float32)
 
 
 def token_values(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.sharding import Mesh
 
 from t1jax import masked
 from t1jax.model.config import ModelConfig
@@ -24,7 +25,7 @@ class Examples:
 
 
 def make_imitate_step(
-    config: ModelConfig, optimizer: optax.GradientTransformation, microbatch: int
+    config: ModelConfig, optimizer: optax.GradientTransformation, microbatch: int, mesh: Mesh
 ) -> Callable:
     """Returns step(params, opt_state, examples) -> (params, opt_state, metrics f32[]).
 
@@ -45,7 +46,7 @@ def make_imitate_step(
         )
         return -(shares * masked.select(logp, shares > 0)).sum(), entropy
 
-    update = make_update(loss, optimizer, microbatch)
+    update = make_update(loss, optimizer, microbatch, mesh)
 
     def step(params, opt_state, examples: Examples):
         shares = _shares(examples.weights)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from t1jax.ppo import microbatch
 
@@ -62,8 +63,11 @@ def decays(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(rule, params)
 
 
-def make_update(loss: Callable, optimizer: optax.GradientTransformation, rows: int) -> Callable:
-    """One optimizer step of loss(params, inputs) -> (sum over rows, aux), `rows` rows at a time.
+def make_update(
+    loss: Callable, optimizer: optax.GradientTransformation, rows: int, mesh: Mesh
+) -> Callable:
+    """One optimizer step of loss(params, inputs) -> (sum over rows, aux), `rows` rows at a time
+    on each device.
 
     Returns a jitted update(params, opt_state, inputs) -> (params, opt_state, aux, metrics) that takes
     over the buffers of `params` and `opt_state`. If the loss or the gradient's norm is not finite, both
@@ -71,7 +75,7 @@ def make_update(loss: Callable, optimizer: optax.GradientTransformation, rows: i
     """
 
     def update(params, opt_state, inputs):
-        value, grads, aux = microbatch.value_and_grad(loss, params, inputs, rows)
+        value, grads, aux = microbatch.value_and_grad(loss, params, inputs, rows, mesh)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         updates, stepped = optimizer.update(grads, opt_state, params)

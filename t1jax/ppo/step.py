@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.sharding import Mesh
 
 from t1jax import masked
 from t1jax.batch import Advantages, RolloutBatch
@@ -42,7 +43,7 @@ class PPOConfig:
     replay: bool  # the actor uses the recorded experts; False = it routes freely
     whiten: bool  # advantages to mean 0 and variance 1 over the batch
     reduction: losses.Reduction
-    microbatch: int  # rows that go through a model at a time; divides the batch
+    microbatch: int  # rows that go through a model at a time on each device
 
 
 @struct.dataclass
@@ -83,12 +84,12 @@ def rotate(state: TrainState) -> TrainState:
     return state.replace(behaviour=_copy(state.actor))
 
 
-def make_score(config: ModelConfig, ppo: PPOConfig) -> Callable:
+def make_score(config: ModelConfig, ppo: PPOConfig, mesh: Mesh) -> Callable:
     """Returns score(state, batch) -> Advantages."""
 
     def score(state: TrainState, batch: RolloutBatch) -> Advantages:
-        old_logp, _ = _policy(config, ppo, state.behaviour, batch)
-        return _advantages(ppo, old_logp, _values(config, ppo, state.critic, batch), batch)
+        old_logp, _ = _policy(config, ppo, mesh, state.behaviour, batch)
+        return _advantages(ppo, old_logp, _values(config, ppo, mesh, state.critic, batch), batch)
 
     return score
 
@@ -98,6 +99,7 @@ def make_train_step(
     ppo: PPOConfig,
     actor_optimizer: optax.GradientTransformation,
     critic_optimizer: optax.GradientTransformation,
+    mesh: Mesh,
 ) -> Callable:
     """Returns train_step(state, batch, advantages, train_actor) -> (state, metrics f32[]).
 
@@ -129,8 +131,8 @@ def make_train_step(
         )
         return value, (logp, entropy)
 
-    update_critic = make_update(critic_loss, critic_optimizer, ppo.microbatch)
-    update_actor = make_update(actor_loss, actor_optimizer, ppo.microbatch)
+    update_critic = make_update(critic_loss, critic_optimizer, ppo.microbatch, mesh)
+    update_actor = make_update(actor_loss, actor_optimizer, ppo.microbatch, mesh)
 
     def train_step(
         state: TrainState, batch: RolloutBatch, advantages: Advantages, train_actor: bool
@@ -153,7 +155,7 @@ def make_train_step(
     return train_step
 
 
-def make_measure(config: ModelConfig, ppo: PPOConfig) -> Callable:
+def make_measure(config: ModelConfig, ppo: PPOConfig, mesh: Mesh) -> Callable:
     """Returns measure(state, batch, advantages) -> metrics of the policy after its update.
 
     "gap/": the train-inference gap and its parts; "after/": as "ppo/", ratio = updated / behaviour.
@@ -162,7 +164,7 @@ def make_measure(config: ModelConfig, ppo: PPOConfig) -> Callable:
     def measure(
         state: TrainState, batch: RolloutBatch, advantages: Advantages
     ) -> dict[str, jax.Array]:
-        logp, entropy = _policy(config, ppo, state.actor, batch)
+        logp, entropy = _policy(config, ppo, mesh, state.actor, batch)
         gap = _gap_metrics(logp, advantages.old_logp, batch.sampler_logp, batch.sampled)
         after = _policy_metrics(ppo, logp, entropy, advantages, batch.sampled)
         return _room("gap", gap) | _room("after", after)
@@ -184,18 +186,19 @@ def _policy_rows(config, ppo, params, batch):
 
 
 # Compiled once each, for scoring and for measuring: without an update the movement is exactly 0.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _policy(config, ppo, params, batch):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _policy(config, ppo, mesh, params, batch):
     """(logp_BT, entropy_BT) of a policy on a batch."""
-    return map_rows(lambda rows: _policy_rows(config, ppo, params, rows), batch, ppo.microbatch)
+    rows = functools.partial(_policy_rows, config, ppo)
+    return map_rows(rows, params, batch, ppo.microbatch, mesh)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _values(config, ppo, params, batch):
-    def values(rows):
-        return token_values(config, params, rows.tokens, rows.positions, rows.segments)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _values(config, ppo, mesh, params, batch):
+    def rows(params, batch):
+        return token_values(config, params, batch.tokens, batch.positions, batch.segments)
 
-    return map_rows(values, batch, ppo.microbatch)
+    return map_rows(rows, params, batch, ppo.microbatch, mesh)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t1jax.mesh import MeshConfig, make_mesh
 from t1jax.model.config import ModelConfig
 from t1jax.model.lm import init_policy, token_logp
 from t1jax.ppo.imitate import Examples, make_imitate_step
@@ -43,8 +44,8 @@ def examples():
     )
 
 
-def run(microbatch, steps):
-    step = make_imitate_step(CONFIG, OPTIMIZER, microbatch)
+def run(microbatch, steps, devices=1):
+    step = make_imitate_step(CONFIG, OPTIMIZER, microbatch, make_mesh(MeshConfig(devices)))
     params = init_policy(CONFIG, jax.random.key(0))
     opt_state, losses = OPTIMIZER.init(params), []
     for _ in range(steps):
@@ -66,8 +67,8 @@ def test_loss_is_the_weighted_mean_negative_log_prob():
 
 def test_micro_batches_give_one_loss_and_gradient():
     _, losses, metrics = run(4, steps=1)
-    for rows in (1, 2):
-        _, other, other_metrics = run(rows, steps=1)
+    for rows, devices in ((1, 1), (2, 1), (2, 2), (1, 4)):
+        _, other, other_metrics = run(rows, steps=1, devices=devices)
         np.testing.assert_allclose(other[0], losses[0], rtol=1e-6)
         np.testing.assert_allclose(other_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-5)
 

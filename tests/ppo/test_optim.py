@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from t1jax.mesh import MeshConfig, make_mesh
 from t1jax.ppo.microbatch import map_rows
 from t1jax.ppo.optim import OptimConfig, decays, make_optimizer, make_update
 
@@ -59,10 +60,12 @@ def squared_error(params, inputs):
     return jnp.square(error).sum(), error
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_groups_of_rows_give_the_gradient_of_the_sum(rows):
+@pytest.mark.parametrize(("rows", "devices"), [(1, 1), (2, 1), (4, 1), (2, 2), (1, 4)])
+def test_groups_of_rows_give_the_gradient_of_the_sum(rows, devices):
     x, target = jnp.array([1.0, 2.0, 2.0, -1.0]), jnp.array([0.0, 1.0, 1.0, 3.0])
-    update = make_update(squared_error, make_optimizer(CONFIG), rows)
+    update = make_update(
+        squared_error, make_optimizer(CONFIG), rows, make_mesh(MeshConfig(devices))
+    )
     state = make_optimizer(CONFIG).init(params(1.0))
     _, _, error, metrics = update(params(1.0), state, (x, target))
     np.testing.assert_array_equal(error, x - target)
@@ -72,15 +75,25 @@ def test_groups_of_rows_give_the_gradient_of_the_sum(rows):
 
 
 def test_rows_must_divide_the_batch():
-    with pytest.raises(ValueError, match="4 rows cannot be cut into micro-batches of 3"):
-        map_rows(lambda x: x, jnp.zeros(4), 3)
+    one, two = make_mesh(MeshConfig(1)), make_mesh(MeshConfig(2))
+    with pytest.raises(
+        ValueError, match="4 rows of a device cannot be cut into micro-batches of 3"
+    ):
+        map_rows(lambda _, x: x, (), jnp.zeros(4), 3, one)
+    with pytest.raises(ValueError, match="a batch of 3 rows cannot be shared by 2 devices"):
+        map_rows(lambda _, x: x, (), jnp.zeros(3), 1, two)
+
+
+def test_a_mesh_needs_its_devices():
+    with pytest.raises(ValueError, match=r"mesh\.data=9 needs as many devices, cpu has 8"):
+        make_mesh(MeshConfig(9))
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
 def test_nonfinite_loss_or_gradient_updates_nothing(poison):
     """1e30: the loss overflows although every input is finite."""
     optimizer = make_optimizer(CONFIG)
-    update = make_update(squared_error, optimizer, 1)
+    update = make_update(squared_error, optimizer, 1, make_mesh(MeshConfig(1)))
     good = (jnp.array([1.0, 2.0]), jnp.array([0.0, 1.0]))
     now, state, _, _ = update(params(1.0), optimizer.init(params(1.0)), good)
     before = jax.tree.map(np.array, (now, state))

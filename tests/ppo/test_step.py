@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from t1jax.batch import RolloutBatch
+from t1jax.mesh import MeshConfig, make_mesh, replicate
 from t1jax.model.config import ModelConfig
 from t1jax.model.lm import init_policy, init_value, token_logp
 from t1jax.ppo.optim import OptimConfig, make_optimizer
@@ -36,6 +37,7 @@ CONFIG = ModelConfig(
     delta_chunk=8,
     logp_chunk=8,
 )
+MESH = make_mesh(MeshConfig(1))
 PPO = PPOConfig(
     clip_low=0.2,
     clip_high=0.2,
@@ -109,9 +111,9 @@ def recorded() -> RolloutBatch:
 @functools.cache
 def functions():
     return (
-        make_score(CONFIG, PPO),
-        make_train_step(CONFIG, PPO, ACTOR, CRITIC),
-        make_measure(CONFIG, PPO),
+        make_score(CONFIG, PPO, MESH),
+        make_train_step(CONFIG, PPO, ACTOR, CRITIC, MESH),
+        make_measure(CONFIG, PPO, MESH),
     )
 
 
@@ -232,13 +234,15 @@ def test_golden_gradient_of_the_dense_formula():
     assert_close(got, clipped, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8])
-def test_micro_batches_of_unequal_token_counts_give_one_gradient(rows):
-    """8, 4 and 1 micro-batches against 2, for actor and critic."""
+@pytest.mark.parametrize(("rows", "devices"), [(1, 1), (2, 1), (8, 1), (4, 2), (1, 4), (1, 8)])
+def test_micro_batches_of_unequal_token_counts_give_one_gradient(rows, devices):
+    """However the rows are grouped and shared by devices, for actor and critic."""
     advantages, state, metrics, _ = first_step()
     grouped = dataclasses.replace(PPO, microbatch=rows)
-    train_step = make_train_step(CONFIG, grouped, ACTOR, CRITIC)
-    other, other_metrics = train_step(fresh_state(), recorded(), advantages, True)
+    mesh = make_mesh(MeshConfig(devices))
+    train_step = make_train_step(CONFIG, grouped, ACTOR, CRITIC, mesh)
+    inputs = replicate((fresh_state(), recorded(), advantages), mesh)
+    other, other_metrics = train_step(*inputs, True)
     assert_close(gradient(other), gradient(state), atol=1e-6)
     for name in ("critic/loss", "ppo/loss", "critic/grad_norm", "ppo/grad_norm"):
         np.testing.assert_allclose(other_metrics[name], metrics[name], rtol=1e-5, atol=1e-6)
@@ -354,7 +358,7 @@ def test_poison_on_context_tokens_reaches_no_update():
 def test_two_steps_compile_once():
     """No jaxpr is traced in the second round, whether the actor trains or not."""
     score, train_step, measure = functions()
-    traces, state = [], fresh_state()
+    traces, state = [], replicate(fresh_state(), MESH)
 
     def listen(event, seconds, **_):
         if event == "/jax/core/compile/jaxpr_trace_duration":
@@ -393,7 +397,7 @@ def test_replay_uses_the_record_for_the_actor_and_never_for_the_critic():
     own, other = score(fresh_state(), batch), score(fresh_state(), wrong)
     assert np.abs(own.old_logp - other.old_logp).max() > 1e-3
     assert_equal(own.values, other.values)
-    free = make_score(CONFIG, dataclasses.replace(PPO, replay=False))
+    free = make_score(CONFIG, dataclasses.replace(PPO, replay=False), MESH)
     assert_close(free(fresh_state(), wrong).old_logp, own.old_logp, atol=1e-5)
 
 
@@ -409,7 +413,8 @@ def test_temperature_divides_logits_and_not_values():
 def test_whitened_advantages_have_mean_zero_and_variance_one():
     mask = recorded().sampled
     plain = functions()[0](fresh_state(), recorded())
-    white = make_score(CONFIG, dataclasses.replace(PPO, whiten=True))(fresh_state(), recorded())
+    scores = make_score(CONFIG, dataclasses.replace(PPO, whiten=True), MESH)
+    white = scores(fresh_state(), recorded())
     np.testing.assert_allclose(np.mean(white.advantages[mask]), 0, atol=1e-5)
     np.testing.assert_allclose(np.var(white.advantages[mask]), 1, atol=1e-4)
     assert_equal(white.returns, plain.returns)
