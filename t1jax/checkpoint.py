@@ -24,6 +24,7 @@ from orbax.checkpoint import type_handlers
 
 FORMAT = 1
 TMP = "tmp-"
+RESTORE = "restore it from where it came, or write it anew"
 CHUNK_BYTES = 2**23
 CONCURRENT_BYTES = 2**26  # under way to the disk at one time
 
@@ -79,8 +80,7 @@ class Checkpoints:
             return None
         fall_back = f"step {steps[-2]}" if len(steps) > 1 else "the beginning"
         path = self._path(steps[-1])
-        _check_files(path, f"remove {path} to go on from {fall_back}")
-        state, host = read(path, like)
+        state, host = read(path, like, f"remove {path} to go on from {fall_back}")
         return Checkpoint(steps[-1], state, host)
 
     def _path(self, step: int) -> Path:
@@ -93,14 +93,17 @@ def save_params(path: Path, params: Any, model: dict) -> None:
 
 
 def load_params(path: Path, like: Any) -> Any:
-    """Reads weights; `like` is the tree the model expects, arrays or shapes (see `read`)."""
-    return read(Path(path), like)[0]
+    """Reads weights; `like` is the tree the model expects, arrays or shapes (see `read`).
+
+    Weights in bfloat16 are widened where float32 is expected.
+    """
+    return read(Path(path), like, widen=True)[0]
 
 
 def read_host(path: Path) -> dict:
     """The host's part of a checkpoint folder."""
     path = path.absolute()
-    _check_files(path, "restore it from where it came, or write it anew")
+    _check_files(path, RESTORE)
     return json.loads((path / "host.json").read_text())
 
 
@@ -148,10 +151,13 @@ def write(path: Path, tree: Any, host: dict) -> None:
         manifest = {"format": FORMAT, "leaves": _leaves(tree), "files": _digests(tmp)}
         (tmp / "manifest.json").write_text(json.dumps(manifest, indent=1))
         _sync(tmp)
+        gone = path.with_name(f"{TMP}removed-{path.name}")
+        shutil.rmtree(gone, ignore_errors=True)
         if path.exists():
-            _remove(path)
+            path.rename(gone)
         tmp.rename(path)
         _sync_one(path.parent)
+        shutil.rmtree(gone, ignore_errors=True)
     except (OSError, ValueError, RuntimeError) as error:  # a full disk comes as any of them
         shutil.rmtree(tmp, ignore_errors=True)
         raise CheckpointError(f"cannot write checkpoint {path}: {_one_line(error)}") from error
@@ -183,17 +189,18 @@ def _save_host_arrays(folder: Path, tree: Any) -> None:
         orbax.save(folder, args=save)
 
 
-def read(path: Path, like: Any) -> tuple[Any, dict]:
+def read(path: Path, like: Any, advice: str = RESTORE, widen: bool = False) -> tuple[Any, dict]:
     """Reads one checkpoint folder: the tree, of the type and shardings of `like`, and the host's part.
 
     Leaves of `like` that name no sharding go to the first device. Raises CheckpointError naming the
     damaged file, or the first leaf whose presence, shape or dtype is not as expected.
     """
     path = path.absolute()
-    manifest = _check_files(path, "restore it from where it came, or write it anew")
+    manifest = _check_files(path, advice)
     found, expected = manifest["leaves"], _leaves(like)
     for leaf in sorted(found.keys() | expected.keys()):
-        if found.get(leaf) != expected.get(leaf):
+        wide = found.get(leaf, "").replace("bfloat16", "float32") if widen else found.get(leaf)
+        if expected.get(leaf) not in (found.get(leaf), wide):
             raise CheckpointError(
                 f"checkpoint {path} does not fit the model: {leaf} is {found.get(leaf, 'missing')} "
                 f"in it, expected {expected.get(leaf, 'no such leaf')}; use the configuration it was "

@@ -14,6 +14,7 @@ from t1jax.agent.task import TaskError
 from t1jax.checkpoint import CheckpointError
 from t1jax.experiment import ConfigError
 from t1jax.guard import GuardError
+from t1jax.mesh import MeshError
 from t1jax.metrics import MetricsError
 from t1jax.model.hf_config import HFError
 from t1jax.rollout.collect import CollectError
@@ -22,7 +23,7 @@ from t1jax.types import SamplerError, SandboxError
 
 EXPECTED = (
     *(ConfigError, TaskError, CheckpointError, CollectError, StoreError, GuardError, MetricsError),
-    *(HFError, SandboxError, SamplerError, OSError),
+    *(HFError, MeshError, SandboxError, SamplerError, OSError),
 )
 
 

@@ -142,6 +142,11 @@ class Experiment:
         for name in ("train.buckets", "engine.prefill_buckets"):
             if not min(operator.attrgetter(name)(self)) > 0:
                 raise ConfigError(f"{name} must hold positive lengths")
+        if self.model.param_dtype != "float32":
+            raise ConfigError(
+                f"model.param_dtype={self.model.param_dtype}: trained weights are float32, in another type "
+                "small updates are lost; model.dtype is the one that computes"
+            )
         if self.seed < 0 or self.tasks.seed < 0:
             raise ConfigError("seed and tasks.seed must not be negative")
         if self.rollout.concurrency > self.engine.slots:

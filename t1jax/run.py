@@ -94,11 +94,11 @@ def abstract_policy(experiment: Experiment) -> dict:
 
 def first_state(experiment: Experiment, mesh: Mesh) -> TrainState:
     """Step 0: the configured initial policy, its trunk under a zero value head, fresh optimizers."""
-    policy_key, value_key, key = jax.random.split(jax.random.key(experiment.seed), 3)
+    policy_key, value_key = jax.random.split(jax.random.key(experiment.seed))
     if experiment.initial_policy:
         policy = load_params(Path(experiment.initial_policy), abstract_policy(experiment))
     else:
         policy = init_policy(experiment.model, policy_key)
     value = init_value(experiment.model, value_key, policy)
     actor, critic = make_optimizer(experiment.actor_optim), make_optimizer(experiment.critic_optim)
-    return replicate(init_state(policy, value, actor, critic, key), mesh)
+    return replicate(init_state(policy, value, actor, critic), mesh)

@@ -169,8 +169,8 @@ def test_weights_round_trip_and_replace(tmp_path):
             r"layer/w is float32\[3, 5\] in it, expected float32\[5, 3\]",
         ),
         (
-            lambda p: {"layer": p["layer"] | {"b": jnp.ones(5)}},
-            r"layer/b is bfloat16\[5\] in it, expected float32\[5\]",
+            lambda p: {"layer": p["layer"] | {"w": p["layer"]["w"].astype(jnp.bfloat16)}},
+            r"layer/w is float32\[3, 5\] in it, expected bfloat16\[3, 5\]",
         ),
     ],
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jinja2
+import jinja2.meta
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -27,6 +28,9 @@ TEXTS = (
     "naïve 日本 🙂",
     "<tool_call>\n<function=bash>\n</function>\n</tool_call>",
 )
+
+
+FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class TemplateError(ValueError):
@@ -58,14 +62,22 @@ class Template:
     """A Jinja chat template as Hugging Face tokenizers carry it. Its text is untrusted: sandboxed."""
 
     def __init__(self, source: str):
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, **k)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda x, **k: json.dumps(x, **{"ensure_ascii": False} | k)
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template cannot be parsed: {error}") from None
+        for name in sorted(names):
+            if name.endswith("_token"):
+                raise TemplateError(
+                    f"the chat template uses {name}: write the token itself into it"
+                )
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:
         """The text of a conversation up to the next reply, thinking disabled."""
@@ -73,7 +85,7 @@ class Template:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=True, enable_thinking=False
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, *FAULTS) as error:
             raise TemplateError(f"the chat template does not render: {error}") from None
 
 
@@ -83,11 +95,13 @@ def read_template(path: Path) -> Template:
         text = path.read_text()
         if path.suffix != ".json":
             return Template(text)
-        found = json.loads(text).get("chat_template")
+        found = json.loads(text)["chat_template"]
+        if isinstance(found, list):  # several, by name
+            found = next(t["template"] for t in found if t["name"] == "default")
+    except (LookupError, StopIteration, TypeError):
+        found = None
     except (OSError, ValueError) as error:
         raise TemplateError(f"chat template {path} cannot be read: {error}") from None
-    if isinstance(found, list):  # several, by name
-        found = next((t["template"] for t in found if t.get("name") == "default"), None)
     if not isinstance(found, str):
         raise TemplateError(f"{path} has no chat_template")
     return Template(found)
@@ -120,17 +134,20 @@ def probe(template: Template, encode, append) -> None:
     encode(text) -> ids, special tokens recognised. append(system, user, turns) -> ids, turns being pairs of
     a reply and an observation. Raises TemplateError with the first difference.
     """
-    for turns in range(len(TEXTS)):
-        pairs = [(TEXTS[i], TEXTS[-i]) for i in range(turns)]
-        rendered = np.asarray(encode(template.render(conversation(TEXTS[2], TEXTS[0], pairs))))
-        appended = np.asarray(append(TEXTS[2], TEXTS[0], pairs))
+    # Each text is once a system message, a first message, a reply and an observation.
+    pairs = [(TEXTS[i], TEXTS[-i]) for i in range(len(TEXTS))]
+    cases = [(text, text, []) for text in TEXTS]
+    cases += [(TEXTS[2], TEXTS[0], pairs[:turns]) for turns in range(1, len(pairs) + 1)]
+    for system, user, turns in cases:
+        rendered = np.asarray(encode(template.render(conversation(system, user, turns))))
+        appended = np.asarray(append(system, user, turns))
         n = min(len(rendered), len(appended))
         differs = np.flatnonzero(rendered[:n] != appended[:n])
         if len(differs) or len(rendered) != len(appended):
             at = int(differs[0]) if len(differs) else n
             window = slice(max(0, at - WINDOW), at + WINDOW)
             raise TemplateError(
-                f"the chat template is not append-only: after {turns} turns token {at} differs, rendered "
+                f"the chat template is not append-only: after {len(turns)} turns token {at} differs, rendered "
                 f"{rendered[window].tolist()}, appended {appended[window].tolist()}; use the text-history path"
             )
 

@@ -66,6 +66,18 @@ def _groups(C: int, span: int, q, k, v, g, beta, memory, runs):
     return _forward(C, span, q, k, v, g, beta, memory, runs)[0]
 
 
+def _exact(fn):
+    """Products in float32 also on devices that would round their factors: the inverse needs it."""
+
+    @functools.wraps(fn)
+    def exact(*arguments):
+        with jax.default_matmul_precision("highest"):
+            return fn(*arguments)
+
+    return exact
+
+
+@_exact
 def _forward(C, span, q, k, v, g, beta, memory, runs):
     inputs = q, k, v, g, beta
     count = q.shape[1] // span
@@ -84,6 +96,7 @@ def _forward(C, span, q, k, v, g, beta, memory, runs):
     return (o, memory), (inputs, runs, memories, o)
 
 
+@_exact
 def _backward(C, span, residuals, cotangents):
     inputs, runs, memories, o = residuals
     d_o, d_memory = cotangents

@@ -50,11 +50,13 @@ TOKENIZER_FILES = (
 
 
 def import_checkpoint(source: Path, out: Path, dtype: str | None = None) -> dict[str, Any]:
-    """Writes the policy folder `out`; returns what host.json says: model and skipped tensors.
+    """Writes the new policy folder `out`; returns what host.json says: model and skipped tensors.
 
     `dtype`: of the parameters, by default the checkpoint's own. Raises HFError naming a tensor that is
-    missing, extra, of a wrong shape, there twice, or whose values `dtype` cannot hold.
+    missing, extra, of a wrong shape, there twice, or whose values `dtype` cannot hold, and where `out`
+    holds files already.
     """
+    _check_new(out)
     shards = Shards(source)
     config = from_hf(shards.config)
     found, skipped = match(config, shards)
@@ -152,8 +154,9 @@ def export_params(
     `dtype`, by default the leaf's own. `writers` shards are written at one time. `out` appears when it is
     whole; raises HFError where it holds files already, which an engine would read together with these.
     """
-    if out.exists() and any(out.iterdir()):
-        raise HFError(f"{out} is not empty: name a new folder")
+    _check_new(out)
+    if like and dtype:
+        raise HFError("the checkpoint to be like says which dtypes to write: leave --dtype out")
     if like:
         found, skipped = match(config, like)
         carried = [name for name in skipped if name.startswith(SKIPPED)]
@@ -189,8 +192,8 @@ def export_params(
         where = {name: file for file, names in zip(files, plan, strict=True) for name in names}
         size = {"total_size": sum(sizes.values())}
         write_json(tmp / INDEX, {"metadata": size, "weight_map": where})
-        dtype = next(iter(wanted.values())).dtype.name
-        write_json(tmp / "config.json", like.config if like else to_hf(config, dtype))
+        named = next(iter(wanted.values())).dtype.name
+        write_json(tmp / "config.json", like.config if like else to_hf(config, named))
         for name in TOKENIZER_FILES if like else ():
             if (like.folder / name).is_file():
                 shutil.copyfile(like.folder / name, tmp / name)
@@ -229,6 +232,11 @@ def by_path(params: dict) -> dict[str, Any]:
         jax.tree_util.keystr(path, simple=True, separator="/"): x
         for path, x in jax.tree_util.tree_leaves_with_path(params["params"])
     }
+
+
+def _check_new(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise HFError(f"{out} is not empty: name a new folder")
 
 
 def _covered(config: ModelConfig, place: Place, filled: Mapping[Place, str]) -> bool:

@@ -81,6 +81,8 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     if kind not in ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe"):
         raise HFError(f"config.json: model_type {kind!r} is not qwen3_5_moe or qwen3_moe")
     text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise HFError(f"config.json: text_config={text!r} is no object")
     _refuse_unknown(config)
     _refuse_unknown(text)
     family = "qwen3_moe" if kind == "qwen3_moe" else "qwen3_5_moe"
@@ -89,6 +91,10 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     missing = [name for name in sizes if name not in text]
     if missing:
         raise HFError(f"config.json: {missing[0]} is missing")
+    for name in sizes:
+        kind = float if name == "rms_norm_eps" else int
+        if not isinstance(text[name], kind) or isinstance(text[name], bool):
+            raise HFError(f"config.json: {name}={text[name]!r} is no {kind.__name__}")
     fields = {field: text[name] for name, field in sizes.items()}
     if family == "qwen3_moe":
         fields |= dict.fromkeys(DELTA_FIELDS, 0)
@@ -164,9 +170,12 @@ def _refuse_unknown(config: dict[str, Any]) -> None:
 def _rope(text: dict[str, Any], family: str) -> tuple[float, float]:
     """theta and the rotated fraction of a head, from the new or the older spelling."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise HFError(f"config.json: rope_type {kind!r} is not supported, only 'default' is")
+    for given in (rope, text.get("rope_scaling") or {}):
+        if not isinstance(given, dict):
+            raise HFError(f"config.json: rope parameters {given!r} are no object")
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind != "default":
+            raise HFError(f"config.json: rope_type {kind!r} is not supported, only 'default' is")
     theta = rope.get("rope_theta", text.get("rope_theta"))
     if theta is None:
         raise HFError("config.json: rope_theta is missing")

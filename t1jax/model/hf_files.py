@@ -17,7 +17,12 @@ from t1jax.model.hf_config import HFError
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # else 1
+BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+}
 
 
 class Head(NamedTuple):
@@ -28,7 +33,7 @@ class Head(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * BYTES.get(self.dtype, 1)
+        return math.prod(self.shape) * BYTES[self.dtype]
 
 
 class Shards:
@@ -41,7 +46,9 @@ class Shards:
         self.config = _read_json(folder / "config.json")
         self._files = {}
         if (folder / INDEX).is_file():
-            where = _read_json(folder / INDEX)["weight_map"]
+            where = _read_json(folder / INDEX).get("weight_map")
+            if not isinstance(where, dict):
+                raise HFError(f"{folder / INDEX} has no weight_map")
             names = sorted(set(where.values()))
         else:
             where, names = None, sorted(p.name for p in folder.glob("*.safetensors"))
@@ -52,16 +59,24 @@ class Shards:
                 file = safe_open(folder / name, "numpy")
             except Exception as error:  # safetensors raises its own and OSError
                 raise HFError(f"{folder / name} cannot be read: {error}") from error
-            self._files |= dict.fromkeys(file.keys(), file)
-        for name in where or ():
-            if name not in self._files:
-                raise HFError(f"{folder / INDEX} lists {name}, {where[name]} does not hold it")
+            held = list(file.keys())
+            for tensor in held:
+                if tensor in self._files:
+                    raise HFError(f"{folder}: {tensor} is in two files, one of them {name}")
+                if where is not None and where.get(tensor) != name:
+                    raise HFError(f"{folder / INDEX} does not list {tensor}, which {name} holds")
+            self._files |= dict.fromkeys(held, file)
+        for tensor in where or ():
+            if tensor not in self._files:
+                raise HFError(f"{folder / INDEX} lists {tensor}, {where[tensor]} does not hold it")
 
     def names(self) -> list[str]:
         return list(self._files)
 
     def head(self, name: str) -> Head:
         part = self._files[name].get_slice(name)
+        if part.get_dtype() not in BYTES:
+            raise HFError(f"{self.folder}: {name} is {part.get_dtype()}, a type unknown here")
         return Head(part.get_dtype(), tuple(part.get_shape()))
 
     def read(self, name: str) -> np.ndarray:
@@ -86,6 +101,8 @@ def write_shard(path: Path, heads: Mapping[str, Head], take: Callable[[str], np.
             for part in tensor if tensor.ndim > 2 else [tensor]:  # an expert at a time
                 part = np.ascontiguousarray(part, DTYPES.get(head.dtype, part.dtype))
                 file.write(part.reshape(-1).view(np.uint8))
+            if file.tell() != 8 + len(text) + header[name]["data_offsets"][1]:
+                raise HFError(f"{path}: {name} has not the size of its dtype and shape")
         file.flush()
         os.fsync(file.fileno())
 

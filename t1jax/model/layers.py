@@ -185,7 +185,8 @@ def _scale_bwd(residuals, dy):
     """The sum over rows is a product: XLA:CPU sums a long expression at a tenth of the speed."""
     x, w = residuals
     terms_ND = (dy * x).reshape(-1, x.shape[-1])
-    return scale(dy, w), (jnp.ones((1, len(terms_ND)), x.dtype) @ terms_ND)[0]
+    with jax.default_matmul_precision("highest"):
+        return scale(dy, w), (jnp.ones((1, len(terms_ND)), x.dtype) @ terms_ND)[0]
 
 
 scale.defvjp(lambda x, w: (scale(x, w), (x, w)), _scale_bwd)

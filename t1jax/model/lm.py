@@ -20,7 +20,8 @@ from t1jax.model.deltanet import DeltaNet
 from t1jax.model.layers import Attention, Place, RMSNorm, dense_init, make_place, project
 from t1jax.model.moe import MoE
 
-# A loop over blocks stacks and slices all that the backward pass needs; so few are unrolled instead.
+# A loop over blocks stacks and slices all that the backward pass needs; so few are unrolled instead. Not
+# where they are computed again: without the loop, XLA would merge both computations.
 UNROLLED_BLOCKS = 4
 
 
@@ -88,7 +89,7 @@ class Trunk(nn.Module):
         if experts_BTLK is not None:
             replay = jnp.moveaxis(experts_BTLK, 2, 0)
             replay = replay.reshape(c.num_blocks, c.full_attention_interval, *replay.shape[1:])
-        block = Block
+        few, block = c.num_blocks <= UNROLLED_BLOCKS, Block
         if c.remat != "none":
             policies = {
                 "block": None,
@@ -101,7 +102,7 @@ class Trunk(nn.Module):
             split_rngs={"params": True},
             in_axes=(nn.broadcast, 0),
             length=c.num_blocks,
-            unroll=c.num_blocks if c.num_blocks <= UNROLLED_BLOCKS else 1,
+            unroll=c.num_blocks if few and c.remat == "none" else 1,
         )
         x_BTD, (experts, _) = blocks(c, name="blocks")(x_BTD, place, replay)
         experts_BTLK = jnp.moveaxis(experts.reshape(c.num_layers, B, T, -1), 0, 2)
@@ -190,14 +191,14 @@ def token_logp(
 
 
 def head(config: ModelConfig, params: dict) -> Array:
-    """The output matrix [D, V] in the compute dtype."""
+    """The output matrix [D, V]."""
     p = params["params"]
-    return (p["trunk"]["embed"].T if config.tie_embeddings else p["head"]).astype(config.dtype)
+    return p["trunk"]["embed"].T if config.tie_embeddings else p["head"]
 
 
 def logits_of(config: ModelConfig, hidden: Array, head_DV: Array) -> Array:
-    """hidden @ head as float32, rounded to `logits_dtype` before."""
-    return project(hidden, head_DV, config.logits_dtype).astype(jnp.float32)
+    """hidden @ head in the compute dtype, as float32, rounded to `logits_dtype` before."""
+    return project(hidden, head_DV.astype(config.dtype), config.logits_dtype).astype(jnp.float32)
 
 
 def token_values(

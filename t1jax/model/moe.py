@@ -3,6 +3,7 @@
 Dims: N tokens, D model, I expert width, E experts, K experts a token.
 """
 
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -38,7 +39,8 @@ class MoE(nn.Module):
 
         x_ND = x_BTD.reshape(B * T, D)
         replay = None if replay_BTK is None else replay_BTK.reshape(B * T, -1)
-        logits_NE = x_ND.astype(c.router_dtype) @ router_DE.astype(c.router_dtype)
+        with jax.default_matmul_precision("highest"):
+            logits_NE = x_ND.astype(c.router_dtype) @ router_DE.astype(c.router_dtype)
         experts_NK, weight_NK = route(logits_NE, c.experts_per_token, c.norm_topk, replay)
         valid_N1 = valid_BT.reshape(B * T, 1)
         experts_NK = jnp.where(valid_N1, experts_NK, -1)
@@ -65,15 +67,16 @@ def route(
 
     Weights always come from the live probabilities, so the router learns under replay too.
     """
-    p_NE = jax.nn.softmax(logits_NE.astype(jnp.float32), axis=-1)
-    experts_NK = jax.lax.top_k(jax.lax.stop_gradient(p_NE), k)[1]
+    logits_NE = logits_NE.astype(jnp.float32)
+    experts_NK = jax.lax.top_k(jax.lax.stop_gradient(logits_NE), k)[1]
     if replay_NK is not None:
         free_N1 = jnp.any(replay_NK < 0, axis=-1, keepdims=True)
         experts_NK = jnp.where(free_N1, experts_NK, replay_NK)
-    weight_NK = jnp.take_along_axis(p_NE, experts_NK, axis=-1)
-    if norm_topk:
-        weight_NK /= jnp.sum(weight_NK, axis=-1, keepdims=True)
-    return experts_NK, weight_NK
+    if norm_topk:  # of these logits alone: the same numbers, never 0 / 0
+        chosen_NK = jnp.take_along_axis(logits_NE, experts_NK, axis=-1)
+        return experts_NK, jax.nn.softmax(chosen_NK, axis=-1)
+    p_NE = jax.nn.softmax(logits_NE, axis=-1)
+    return experts_NK, jnp.take_along_axis(p_NE, experts_NK, axis=-1)
 
 
 def swiglu(gate_up: Array) -> Array:
@@ -100,10 +103,12 @@ def ragged_experts(x_ND, experts_NK, weight_NK, gate_up, down):
     flat_A = jnp.where(experts_NK < 0, E, experts_NK).reshape(-1)  # A = N * K assignments
     order_A = jnp.argsort(flat_A)
     sizes_E = jnp.bincount(flat_A, length=E).astype(jnp.int32)
-    hidden = swiglu(jax.lax.ragged_dot(x_ND[order_A // K], gate_up, sizes_E))
-    y_AD = jax.lax.ragged_dot(hidden, down, sizes_E)
+    # Rows behind the last group: a kernel may leave anything there, forward and backward.
+    real_A1 = jnp.arange(len(flat_A))[:, None] < jnp.sum(sizes_E)
+    x_AD = jnp.where(real_A1, x_ND[order_A // K], 0)
+    hidden = swiglu(jnp.where(real_A1, jax.lax.ragged_dot(x_AD, gate_up, sizes_E), 0))
+    y_AD = jnp.where(real_A1, jax.lax.ragged_dot(hidden, down, sizes_E), 0)
     y_NKD = y_AD[jnp.argsort(order_A)].reshape(*experts_NK.shape, -1)
-    y_NKD = jnp.where(experts_NK[..., None] < 0, 0, y_NKD)
     return jnp.sum(y_NKD * weight_NK[..., None], axis=1)
 
 
@@ -176,25 +181,28 @@ def _blocked_bwd(residuals, dy_ND):
         return (
             dx_MSD.at[i].set(dpre @ gate_up[expert].T),
             dweight_MS.at[i].set(jnp.sum(hidden_SI * back_SI, axis=-1)),
-            dgate_up.at[expert].add(x_SD.T @ dpre),
-            ddown.at[expert].add((hidden_SI * weight_S1).T @ dy_SD),
+            dgate_up.at[expert].add(_wide(x_SD.T, dpre)),
+            ddown.at[expert].add(_wide((hidden_SI * weight_S1).T, dy_SD)),
         )
 
     rows = plan.rows_MS.shape
     zeros = (
         jnp.zeros((*rows, x_ND.shape[1]), x_ND.dtype),
         jnp.zeros(rows, x_ND.dtype),
-        jnp.zeros_like(gate_up),
-        jnp.zeros_like(down),
+        jnp.zeros(gate_up.shape, jnp.float32),  # sums over blocks
+        jnp.zeros(down.shape, jnp.float32),
     )
     dx, dweight, dgate_up, ddown = jax.lax.fori_loop(0, plan.used, step, zeros)
     none = experts_NK < 0
     dx_ND = jnp.sum(jnp.where(none[..., None], 0, _gather(plan, dx)), axis=1)
     dweight_NK = jnp.where(none, 0, _gather(plan, dweight[..., None])[..., 0])
-    return dx_ND, None, dweight_NK, dgate_up, ddown
+    return dx_ND, None, dweight_NK, dgate_up.astype(gate_up.dtype), ddown.astype(down.dtype)
 
 
 blocked_experts.defvjp(_blocked_fwd, _blocked_bwd)
+
+
+_wide = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
 
 
 def _take_block(plan: Plan, i: Array, x_ND: Array) -> Array:

@@ -33,7 +33,8 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def count_active(config: ModelConfig) -> int:
-    """Parameters that one token is multiplied with: its own experts, and no embedding table."""
+    """Parameters that one token is multiplied with: its own experts, and no embedding table but as a head."""
     counts = count_parameters(config)
     experts = counts.pop("experts") // config.num_experts * config.experts_per_token
-    return experts + sum(counts.values()) - counts["embedding"]
+    looked_up = 0 if config.tie_embeddings else counts["embedding"]
+    return experts + sum(counts.values()) - looked_up

@@ -30,14 +30,16 @@ def map_rows(fn: Callable, params: Any, inputs: Any, rows: int, mesh: Mesh) -> A
 def value_and_grad(
     loss: Callable, params: Any, inputs: Any, rows: int, mesh: Mesh
 ) -> tuple[Any, Any, Any]:
-    """Returns (loss f32[], gradients, aux) of loss(params, inputs) -> (sum over rows, aux [B, ...])."""
+    """Returns (loss f32[], gradients f32, aux) of loss(params, inputs) -> (sum over rows, aux [B, ...])."""
 
     def add(params, total, group):
         (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, group)
+        grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
         return jax.tree.map(jnp.add, total, (value, grads)), aux
 
     def share(params, inputs):
-        zero = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        zero = (jnp.zeros((), jnp.float32), zeros)
         sums, aux = jax.lax.scan(functools.partial(add, params), zero, _split(inputs, rows))
         return *jax.lax.psum(sums, "data"), _join(aux)
 

@@ -56,7 +56,6 @@ class TrainState:
     behaviour: Any
     actor_opt: Any
     critic_opt: Any
-    rng: jax.Array  # u32[2], the data of a key
 
 
 def init_state(
@@ -64,7 +63,6 @@ def init_state(
     value: Any,
     actor_optimizer: optax.GradientTransformation,
     critic_optimizer: optax.GradientTransformation,
-    key: jax.Array,
 ) -> TrainState:
     """Step 0 from given parameters, with fresh optimizer moments and buffers of its own."""
     actor, critic = _copy(policy), _copy(value)
@@ -75,7 +73,6 @@ def init_state(
         behaviour=_copy(policy),
         actor_opt=actor_optimizer.init(actor),
         critic_opt=critic_optimizer.init(critic),
-        rng=jax.random.key_data(key),
     )
 
 

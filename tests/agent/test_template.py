@@ -29,6 +29,8 @@ APPENDS = (
 DROPS_THOUGHTS = "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT
 CUTS_THOUGHTS = APPENDS.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}", 1)
 TRIMS = APPENDS.replace("{{ m.content }}", "{{ m.content | trim }}")
+TRIMS_OTHERS = APPENDS.replace(TURN, TURN.replace("m.content", "m.content | trim"))
+CUTS_CALLS = APPENDS.replace("{{ m.content }}", "{{ m.content.split('<tool_call>')[0] }}", 1)
 COUNTS = APPENDS.replace(PROMPT, "{{ messages | length }}" + PROMPT)
 ADDS_SYSTEM = APPENDS.replace(
     "{% for m in messages %}",
@@ -66,7 +68,12 @@ def test_the_built_in_pieces_are_chatml(tmp_path):
     [
         (DROPS_THOUGHTS, "not append-only: it writes the prompt of a reply as"),
         (CUTS_THOUGHTS, "not append-only: after 4 turns token .* differs, rendered .* appended"),
-        (TRIMS, "not append-only: after 2 turns token"),
+        (TRIMS, "not append-only: after 0 turns token"),
+        (TRIMS_OTHERS, "not append-only: after 0 turns token"),
+        (CUTS_CALLS, "not append-only: after 6 turns token"),
+        ("{{ bos_token }}" + APPENDS, "uses bos_token: write the token itself"),
+        ("{{ 1 / 0 }}", "does not render: division by zero"),
+        ("{% for i in range(9999999) %}{% endfor %}", "does not render"),
         (COUNTS, "not append-only"),
         (ADDS_SYSTEM, "leaves out the system message"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not end a reply with"),
@@ -88,6 +95,13 @@ def test_text_that_looks_special_stays_text_under_a_template_too(tmp_path):
     assert "<|im_end|> {{ 1 + 1 }}" in chat.decode(ids)
 
 
+def test_what_templates_may_use():
+    source = (
+        "{% for m in messages %}{{ m.content | tojson(ensure_ascii=True) }}{% break %}{% endfor %}"
+    )
+    assert Template(source).render(conversation("é", "u", [])) == '"\\u00e9"'
+
+
 def test_where_templates_are_found(tmp_path):
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({"chat_template": APPENDS}))
@@ -95,7 +109,8 @@ def test_where_templates_are_found(tmp_path):
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": APPENDS}]
     path.write_text(json.dumps({"chat_template": named}))
     assert learn(read_template(path)) == CHATML
-    for text in ("{}", "[", json.dumps({"chat_template": named[:1]})):
+    broken = ({"chat_template": named[:1]}, {"chat_template": [{"name": "default"}]}, [1], 1)
+    for text in ("{}", "[", *map(json.dumps, broken)):
         path.write_text(text)
         with pytest.raises(TemplateError):
             read_template(path)

@@ -11,10 +11,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from model_fixtures import QWEN3, QWEN3_5
 from safetensors.numpy import load_file, save_file
 
 from t1jax.checkpoint import lazy_leaves, load_params, save_params
-from t1jax.model.config import DELTA_FIELDS, QWEN3_5_122B_A10B, ModelConfig
+from t1jax.model.config import QWEN3_5_122B_A10B, ModelConfig
 from t1jax.model.hf import (
     abstract,
     by_path,
@@ -22,41 +23,12 @@ from t1jax.model.hf import (
     export_params,
     import_checkpoint,
 )
-from t1jax.model.hf_config import HFError, from_hf, to_hf
+from t1jax.model.hf_config import HFError, to_hf
 from t1jax.model.hf_files import INDEX, Shards
 from t1jax.model.hf_names import accepted, bare_name, from_leaf, part_of, tensors
 from t1jax.model.lm import init_policy
 
 ROOT = Path(__file__).parent.parent.parent
-QWEN3_5 = ModelConfig(
-    vocab_size=40,
-    hidden_size=24,
-    num_layers=4,
-    full_attention_interval=2,
-    num_heads=3,
-    num_kv_heads=1,
-    head_dim=8,
-    delta_k_heads=1,
-    delta_v_heads=3,
-    delta_k_dim=8,
-    delta_v_dim=4,
-    num_experts=3,
-    experts_per_token=2,
-    expert_width=10,
-    shared_width=6,
-    conv_width=3,
-    rotary_fraction=0.5,
-)
-QWEN3 = dataclasses.replace(
-    QWEN3_5,
-    family="qwen3_moe",
-    num_layers=2,
-    full_attention_interval=1,
-    conv_width=4,
-    rotary_fraction=1.0,
-    norm_topk=False,
-    **dict.fromkeys(DELTA_FIELDS, 0),
-)
 CONFIGS = {
     "qwen3_5": QWEN3_5,
     "qwen3_5_bfloat16_tied": dataclasses.replace(
@@ -241,6 +213,50 @@ def test_values_that_a_dtype_cannot_hold_are_refused(folder):
     refuse(folder, "does not fit bfloat16", dtype="bfloat16")
 
 
+def test_a_tensor_in_two_files_or_in_another_than_the_index_says_is_refused(tmp_path):
+    leaves = random_params(QWEN3)
+    first, *_ = export_params(leaves, QWEN3, tmp_path / "hf", shard_bytes=4000)
+    index = json.loads((tmp_path / "hf" / INDEX).read_text())
+    (tmp_path / "hf" / INDEX).unlink()
+    (tmp_path / "hf" / "copy.safetensors").write_bytes((tmp_path / "hf" / first).read_bytes())
+    refuse(tmp_path / "hf", "model.embed_tokens.weight is in two files")
+    (tmp_path / "hf" / "copy.safetensors").unlink()
+    index["weight_map"].pop("model.embed_tokens.weight")
+    (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
+    refuse(tmp_path / "hf", "does not list model.embed_tokens.weight")
+    (tmp_path / "hf" / INDEX).write_text("{}")
+    refuse(tmp_path / "hf", "has no weight_map")
+
+
+def test_an_import_overwrites_nothing(folder):
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    for out in (folder, folder / "config.json"):
+        with pytest.raises(HFError, match="is not empty: name a new folder"):
+            import_checkpoint(folder, out)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+def test_an_export_is_of_the_dtype_asked_for(folder, tmp_path):
+    params = random_params(QWEN3)
+    export_params(params, QWEN3, tmp_path / "half", dtype="bfloat16")
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    shards = Shards(tmp_path / "half")
+    assert {shards.head(name).dtype for name in shards.names()} == {"BF16"}
+    with pytest.raises(HFError, match="says which dtypes to write: leave --dtype out"):
+        export_params(params, QWEN3, tmp_path / "x", like=shards, dtype="float32")
+
+
+def test_bfloat16_weights_start_a_float32_run(tmp_path):
+    config = CONFIGS["qwen3_bfloat16"]
+    leaves = random_params(config)
+    save_params(tmp_path / "policy", tree(config, leaves), {})
+    like = jax.eval_shape(lambda: init_policy(QWEN3, jax.random.key(0)))
+    found = by_path(load_params(tmp_path / "policy", like))
+    for path, leaf in leaves.items():
+        assert found[path].dtype == np.float32
+        np.testing.assert_array_equal(found[path], leaf.astype(np.float32))
+
+
 def test_a_folder_that_is_no_checkpoint(folder):
     (path,) = folder.glob("*.safetensors")
     data = path.read_bytes()
@@ -253,45 +269,6 @@ def test_a_folder_that_is_no_checkpoint(folder):
     refuse(folder, "config.json is no JSON")
     (folder / "config.json").unlink()
     refuse(folder, "holds no config.json")
-
-
-@pytest.mark.parametrize("config", [QWEN3_5, QWEN3, QWEN3_5_122B_A10B])
-def test_config_json_there_and_back(config):
-    plain = dataclasses.replace(config, dtype="float32", remat="none", delta_chunk=32)
-    assert from_hf(to_hf(config, "bfloat16")) == plain
-    nested = {"model_type": "qwen3_5_moe", "text_config": to_hf(config, "bfloat16")}
-    if config.family == "qwen3_5_moe":
-        assert from_hf(nested | {"vision_config": {"depth": 27}, "image_token_id": 3}) == plain
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"norm_topk_prob": False}, "norm_topk_prob"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config=.* is unknown"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type 'yarn'"),
-        ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type 'linear'"),
-        ({"layer_types": ["full_attention"] * 2 + ["linear_attention"] * 2}, "layer_types"),
-        ({"num_hidden_layers": 3}, "layer_types"),
-        ({"num_experts_per_tok": 4}, "experts_per_token=4"),
-        ({"model_type": "llama"}, "model_type 'llama'"),
-    ],
-)
-def test_what_the_model_would_compute_otherwise_is_refused(change, says):
-    with pytest.raises(HFError, match=says):
-        from_hf(to_hf(QWEN3_5, "float32") | change)
-
-
-def test_a_size_that_is_missing_is_named():
-    config = to_hf(QWEN3_5, "float32")
-    del config["head_dim"]
-    with pytest.raises(HFError, match="head_dim is missing"):
-        from_hf(config)
 
 
 def test_names_of_the_real_model():

@@ -44,6 +44,21 @@ def test_chunked_equals_dense(chunk):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+def test_logits_never_exist_as_a_whole():
+    """Trap 137: what the gradient needs at one time is a few chunks, not rows times vocabulary."""
+    config = dataclasses.replace(CONFIG, vocab_size=20_000, logp_chunk=32)
+    params = jax.eval_shape(lambda: init_policy(config, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+
+    def loss(params, tokens):
+        ones = jnp.ones_like(tokens)
+        return jnp.sum(token_logp(config, params, tokens, ones, ones, None, TEMPERATURE)[0])
+
+    memory = jax.jit(jax.grad(loss)).lower(params, tokens).compile().memory_analysis()
+    logits = 2 * 1024 * config.vocab_size * 4
+    assert memory.temp_size_in_bytes < 0.4 * logits
+
+
 def test_the_shift():
     x, segments = jnp.arange(1.0, 7.0)[None], jnp.array([[1, 1, 2, 2, 2, 0]])
     np.testing.assert_array_equal(by_token(x, segments), [[0, 1, 0, 3, 4, 0]])

@@ -51,7 +51,8 @@ def test_the_sum_of_each_tokens_experts(form, name, weights):
 
 
 @pytest.mark.parametrize("name", ROUTES)
-def test_gradients_equal_those_of_the_dense_form(name, weights):
+@pytest.mark.parametrize("form", [blocked_experts, ragged_experts])
+def test_gradients_equal_those_of_the_dense_form(form, name, weights):
     experts = jnp.asarray(ROUTES[name])
 
     def dense(x, weight, gate_up, down):
@@ -67,7 +68,7 @@ def test_gradients_equal_those_of_the_dense_form(name, weights):
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*weights)
 
     wanted = grads(dense)
-    found = grads(lambda x, w, *rest: blocked_experts(x, experts, w, *rest))
+    found = grads(lambda x, w, *rest: form(x, experts, w, *rest))
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)
     for expert in set(range(E)) - set(np.unique(experts)):
@@ -82,5 +83,8 @@ def test_weights_are_the_live_probabilities_renormalised():
     experts, weight = route(logits, 2, True, jnp.array([[3, 2]]))
     np.testing.assert_array_equal(experts, [[3, 2]])
     np.testing.assert_allclose(weight, [[0.25, 0.75]], atol=1e-6)
+    far = jnp.array([[0.0, -1.0, -200.0, -201.0]])  # of probability 0 in float32
+    _, weight = route(far, 2, True, jnp.array([[2, 3]]))
+    np.testing.assert_allclose(weight, jax.nn.softmax(jnp.array([[0.0, -1.0]])), atol=1e-6)
     experts, _ = route(logits, 2, True, jnp.array([[-1, 2]]))
     np.testing.assert_array_equal(experts, [[0, 1]])

@@ -6,28 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_fixtures import CONFIG as SMALL
 
-from t1jax.model.config import DELTA_FIELDS, REMAT, ModelConfig
+from t1jax.model.config import DELTA_FIELDS, REMAT
 from t1jax.model.lm import init_policy, token_logp
 
-CONFIG = ModelConfig(
-    vocab_size=37,
-    hidden_size=16,
-    num_layers=4,
-    full_attention_interval=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    delta_k_heads=1,
-    delta_v_heads=2,
-    delta_k_dim=8,
-    delta_v_dim=8,
-    num_experts=4,
-    experts_per_token=2,
-    expert_width=8,
-    shared_width=8,
-    embed_std=1.0,
-)
+CONFIG = dataclasses.replace(SMALL, num_layers=4)  # two blocks
 
 
 def losses_and_gradients(config, T=20):
@@ -48,16 +32,27 @@ def test_recomputation_changes_no_result():
     for remat in REMAT[1:]:
         other = losses_and_gradients(dataclasses.replace(CONFIG, remat=remat))
         for a, b in zip(*map(jax.tree.leaves, (plain, other)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_recomputation_is_done():
-    """The blocks' forward products stand in the backward pass once more."""
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", REMAT[1:])
+def test_recomputation_saves_memory(remat):
+    """Of the compiled gradient: in a jaxpr alone, XLA may still merge both computations."""
 
-    def products(config):
-        return str(jax.make_jaxpr(lambda: losses_and_gradients(config))()).count("dot_general")
+    def temporaries(config):
+        params = jax.eval_shape(lambda: init_policy(config, jax.random.key(0)))
+        tokens = jax.ShapeDtypeStruct((2, 256), jnp.int32)
 
-    assert products(dataclasses.replace(CONFIG, remat="block")) > products(CONFIG)
+        def loss(params, tokens):
+            ones = jnp.ones_like(tokens)
+            return jnp.sum(token_logp(config, params, tokens, ones, ones, None, jnp.ones(2))[0])
+
+        compiled = jax.jit(jax.grad(loss)).lower(params, tokens).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    deep = dataclasses.replace(CONFIG, num_layers=8)
+    assert temporaries(dataclasses.replace(deep, remat=remat)) < 0.8 * temporaries(deep)
 
 
 def test_parameters_are_stored_as_configured():
@@ -74,7 +69,7 @@ def test_parameters_are_stored_as_configured():
 @pytest.mark.slow
 @pytest.mark.parametrize("field", ["dtype", "router_dtype", "logits_dtype"])
 def test_every_dtype_counts_and_stays_near(field):
-    """bfloat16 in one place moves the loss, by less than a hundredth."""
+    """bfloat16 in one place moves the loss of 4 nats, by less than 0.05."""
     plain, _ = losses_and_gradients(CONFIG)
     other, gradients = losses_and_gradients(dataclasses.replace(CONFIG, **{field: "bfloat16"}))
     assert 0 < abs(float(other - plain)) < 0.05
@@ -96,3 +91,15 @@ def test_what_does_not_fit_is_refused(change, says):
         dataclasses.replace(CONFIG, **change)
     plain = dict.fromkeys(DELTA_FIELDS, 0) | {"family": "qwen3_moe", "full_attention_interval": 1}
     dataclasses.replace(CONFIG, **plain)
+
+
+def test_sums_over_chunks_are_float32():
+    """bfloat16 gradients of the head would lose a percent in a hundred chunks."""
+
+    def gradient(chunk):
+        config = dataclasses.replace(CONFIG, dtype="bfloat16", logp_chunk=chunk)
+        return losses_and_gradients(config, T=256)[1]["params"]["head"]
+
+    whole, cut = gradient(256), gradient(2)
+    assert whole.dtype == jnp.float32
+    assert np.linalg.norm(cut - whole) < 2e-3 * np.linalg.norm(whole)

@@ -82,7 +82,7 @@ def test_the_router_learns_under_replay(params):
     )
 
 
-def test_padding_changes_nothing_even_nan(params):
+def test_padding_changes_nothing_whatever_stands_there(params):
     free, _, used = logp(params)
     pads = 5
 
@@ -115,7 +115,7 @@ def test_packed_rows_equal_their_parts(params):
     np.testing.assert_array_equal(experts.reshape(used.shape), used)
 
 
-def test_temperature_divides_logits_and_not_values(params):
+def test_temperature_flattens_the_distribution(params):
     hot = token_logp(CONFIG, params, TOKENS, POSITIONS, SEGMENTS, None, jnp.full(B, 2.0))
     cold = token_logp(CONFIG, params, TOKENS, POSITIONS, SEGMENTS, None, ONES)
     assert np.all(np.asarray(hot[1][:, 1:] > cold[1][:, 1:]))  # entropy rises

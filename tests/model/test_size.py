@@ -1,5 +1,7 @@
 """The published sizes, counted without an array."""
 
+import dataclasses
+
 from t1jax.model.config import QWEN3_5_35B_A3B, QWEN3_5_122B_A10B, QWEN3_30B_A3B
 from t1jax.model.size import count_active, count_parameters
 
@@ -21,6 +23,11 @@ def test_the_122b_model_by_hand():
     assert round(total / 1e9, 1) == 122.1
     assert round((total - counts["experts"]) / 1e9, 2) == 6.15
     assert round(count_active(c) / 1e9, 1) == 9.0
+
+
+def test_a_tied_embedding_is_the_head():
+    tied = dataclasses.replace(QWEN3_30B_A3B, tie_embeddings=True)
+    assert count_active(tied) == count_active(QWEN3_30B_A3B)
 
 
 def test_the_names_of_the_models_hold():

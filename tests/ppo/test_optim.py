@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from t1jax.mesh import MeshConfig, make_mesh
+from t1jax.mesh import MeshConfig, MeshError, make_mesh
 from t1jax.ppo.microbatch import map_rows
 from t1jax.ppo.optim import OptimConfig, decays, make_optimizer, make_update
 
@@ -85,7 +85,7 @@ def test_rows_must_divide_the_batch():
 
 
 def test_a_mesh_needs_its_devices():
-    with pytest.raises(ValueError, match=r"mesh\.data=9 needs as many devices, cpu has 8"):
+    with pytest.raises(MeshError, match=r"mesh\.data=9 needs as many devices, cpu has 8"):
         make_mesh(MeshConfig(9))
 
 

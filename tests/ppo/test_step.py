@@ -75,7 +75,7 @@ def value():
 
 
 def fresh_state():
-    return init_state(policy(), value(), ACTOR, CRITIC, jax.random.key(3))
+    return init_state(policy(), value(), ACTOR, CRITIC)
 
 
 @functools.cache
@@ -303,7 +303,7 @@ def test_actor_trains_against_the_values_before_the_critics_update():
     _, train_step, _ = functions()
     advantages, state, _, _ = first_step()
     blank = init_value(CONFIG, jax.random.key(9))
-    other = init_state(policy(), blank, ACTOR, CRITIC, jax.random.key(3))
+    other = init_state(policy(), blank, ACTOR, CRITIC)
     other, _ = train_step(other, recorded(), advantages, True)
     assert_equal(other.actor, state.actor)
 
@@ -383,7 +383,7 @@ def test_two_steps_compile_once():
 def test_state_has_strong_types_and_buffers_of_its_own():
     weak = jax.tree.map(lambda x: jnp.broadcast_to(1.0, x.shape), policy())
     assert all(x.weak_type for x in jax.tree.leaves(weak))
-    arrays = jax.tree.leaves(init_state(weak, value(), ACTOR, CRITIC, jax.random.key(0)))
+    arrays = jax.tree.leaves(init_state(weak, value(), ACTOR, CRITIC))
     assert not any(x.weak_type for x in arrays)
     assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
 
