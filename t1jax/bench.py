@@ -69,31 +69,40 @@ class Reference:
     def __init__(self, checkpoint: Path, threads: int):
         if not PYTHON.exists():
             raise ConfigError(f"{PYTHON} is missing: run bash launch/setup.sh --reference")
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `close`)
         self._process = subprocess.Popen(
             [PYTHON, "launch/reference_bench.py", checkpoint, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
         )
 
     def seconds(self, **request) -> float:
         """What the request took there; raises ConfigError where it failed."""
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        answer = json.loads(line) if line else {"error": "the process ended"}
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": self._last_words()}
         if "error" in answer:
             raise ConfigError(f"transformers: {answer['error']}")
         return answer["seconds"]
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        with self._process, self._errors:
+            self._process.kill()
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        return (self._errors.read().strip() or "the process ended").splitlines()[-1]
 
 
 @contextlib.contextmanager
 def side_by_side() -> Iterator[tuple[dict, Reference]]:
     """The same random weights here and there."""
+    if jax.default_backend() != "cpu":
+        raise ConfigError("transformers runs on the CPU here: set JAX_PLATFORMS=cpu")
     params = init_policy(MODEL, jax.random.key(0))
     with tempfile.TemporaryDirectory() as folder:
         export_params(by_path(params), MODEL, Path(folder))
@@ -143,11 +152,11 @@ def bench_sampler() -> dict[str, float]:
                 sampling=Sampling(1.0, 1.0, 0),
                 stop_ids=(),
             )
-            sampler.load(params, 0)
-            sampler.warm_up()
-            ways = {"task": "generate", "rows": streams, "length": PROMPT, "new": REPLY}
-            ours, theirs = take_turns(lambda: sample(sampler, streams), reference, ways)  # noqa: B023
-            sampler.close()
+            with contextlib.closing(sampler):
+                sampler.load(params, 0)
+                sampler.warm_up()
+                ways = {"task": "generate", "rows": streams, "length": PROMPT, "new": REPLY}
+                ours, theirs = take_turns(lambda: sample(sampler, streams), reference, ways)  # noqa: B023
             tokens = streams * REPLY
             ratios[f"streams_{streams}"] = round(theirs / ours, 2)
             print(

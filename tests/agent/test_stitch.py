@@ -1,0 +1,154 @@
+"""The four cases of a turn's boundary, by hand and at random, and the streams they give."""
+
+import numpy as np
+import pytest
+
+from t1jax.agent.stitch import Audit, Boundary, Stitcher, boundary
+
+# A toy tokenizer in which texts have several encodings: "ab" is [2], or [0, 1].
+TEXTS = ["a", "b", "ab", "<end>", "\n", "<user>", "<bot>", "<think></think>", "ba", "c"]
+
+
+def pieces(ids):
+    return [TEXTS[i] for i in ids]
+
+
+def ids(*values):
+    return np.array(values, np.int32)
+
+
+def text(array) -> str:
+    return "".join(pieces(array))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reply", "after", "wanted"),
+    [
+        # The history is as the sampler had it.
+        (ids(5, 0, 6), ids(2, 3), ids(5, 0, 6, 2, 3, 4, 5), Boundary("strict", 5)),
+        (ids(5, 0, 6), ids(2, 3), ids(5, 0, 6, 2, 3), Boundary("strict", 5)),
+        # The template drops the empty thoughts of past turns: s = 1.
+        (ids(5, 0, 6, 7), ids(2, 3), ids(5, 0, 6, 2, 3, 4), Boundary("normalized", 5, (1, 0))),
+        # It trims the reply's last newline and closes it itself: u = 2.
+        (ids(5, 6), ids(2, 4, 3), ids(5, 6, 2, 9), Boundary("normalized", 3, (0, 2))),
+        # Both: (1, 1).
+        (ids(5, 6, 7), ids(2, 4), ids(5, 6, 2, 3), Boundary("normalized", 3, (1, 1))),
+        # "ab" came back as "a", "b".
+        (ids(5, 6), ids(2, 3), ids(5, 6, 0, 1, 3, 4, 5), Boundary("retokenized", 5)),
+        # The same words stood in the prompt, too: the later ones count.
+        (ids(0, 1, 3, 6), ids(2, 3), ids(0, 1, 3, 6, 0, 1, 3, 4), Boundary("retokenized", 7)),
+        # "bc" begins inside of "ab": no place to cut.
+        (ids(6), ids(1, 9), ids(6, 2, 9), Boundary("split", 0)),
+        # A summary took the place of the history.
+        (ids(5, 0, 6), ids(2, 3), ids(5, 9, 9, 6), Boundary("split", 0)),
+        # The next prompt is shorter than what it should continue.
+        (ids(5, 0, 6), ids(2, 3), ids(5), Boundary("split", 0)),
+    ],
+)
+def test_the_first_case_that_holds(prompt, reply, after, wanted):
+    assert boundary(prompt, reply, after, pieces) == wanted
+
+
+def test_of_equal_sums_the_one_that_keeps_the_reply():
+    """a, a, a | a: without one id of either, the rest is the same prefix; u = 0 is taken."""
+    found = boundary(ids(0, 0, 0), ids(0), ids(0, 0, 0, 9), pieces)
+    assert found == Boundary("normalized", 3, (1, 0))
+
+
+def test_drops_are_bounded():
+    prompt, reply = np.zeros(200, np.int32), ids(1, 3)
+    for s, case in ((96, "normalized"), (97, "retokenized")):
+        after = np.concatenate([ids(*[0] * (200 - s)), reply, ids(4)])
+        assert boundary(prompt, reply, after, pieces).case == case
+    reply = np.concatenate([ids(2), ids(*[4] * 20)])
+    for u, case in ((16, "normalized"), (17, "split")):
+        after = np.concatenate([ids(5), reply[: len(reply) - u], ids(9)])
+        assert boundary(ids(5), reply, after, pieces).case == case
+
+
+def rows(first: int, count: int) -> np.ndarray:
+    """Recognisable experts: row i is [[first + i]]."""
+    return np.arange(first, first + count, dtype=np.uint8).reshape(-1, 1, 1)
+
+
+def test_a_strict_boundary_keeps_every_row():
+    stitcher = Stitcher(pieces)
+    stitcher.add(0, ids(5, 6), ids(2, 3), rows(0, 3))
+    stitcher.add(1, ids(5, 6, 2, 3, 4, 6), ids(0, 3), rows(100, 7))
+    (chunk,) = stitcher.chunks()
+    assert [(c.tolist(), r.tolist(), t) for c, r, t in chunk.parts] == [
+        ([5, 6], [2, 3], 0),
+        ([4, 6], [0, 3], 1),
+    ]
+    # Row 3, of the first reply's last id, comes from the next turn's pass.
+    np.testing.assert_array_equal(chunk.experts[:, 0, 0], [0, 1, 2, 103, 104, 105, 106])
+    assert stitcher.audit == Audit({"strict": 1}, {}, sampled=4)
+
+
+def test_a_repaired_boundary_keeps_the_samplers_ids_and_copies_one_row():
+    stitcher = Stitcher(pieces)
+    stitcher.add(0, ids(5, 6, 7), ids(2, 3), rows(0, 4))
+    stitcher.add(1, ids(5, 6, 2, 3, 4, 6, 7), ids(0, 3), rows(100, 8))  # s = 1
+    stitcher.add(2, ids(5, 6, 2, 3, 4, 6, 0, 3, 9), ids(1, 3), rows(200, 10))  # s = 1 again
+    (chunk,) = stitcher.chunks()
+    stream = np.concatenate([p for c, r, _ in chunk.parts for p in (c, r)])
+    assert stream.tolist() == [5, 6, 7, 2, 3, 4, 6, 7, 0, 3, 9, 1, 3]
+    np.testing.assert_array_equal(
+        chunk.experts[:, 0, 0], [0, 1, 2, 3, 3, 104, 105, 106, 107, 107, 208, 209]
+    )
+    assert stitcher.audit.cases == {"normalized": 2}
+    assert stitcher.audit.drops == {(1, 0): 2}
+
+
+def test_a_split_opens_a_chunk_and_a_later_turn_joins_that_one():
+    stitcher = Stitcher(pieces)
+    stitcher.add(0, ids(5, 6), ids(2, 3), rows(0, 3))
+    stitcher.add(1, ids(5, 9, 6), ids(0, 3), rows(10, 4))
+    stitcher.add(2, ids(5, 9, 6, 0, 3, 4), ids(1, 3), rows(20, 7))
+    first, second = stitcher.chunks()
+    assert len(first.experts) == 3 and [t for _, _, t in second.parts] == [1, 2]
+    np.testing.assert_array_equal(second.experts[:, 0, 0], [10, 11, 12, 13, 24, 25, 26])
+    assert stitcher.audit.cases == {"split": 1, "strict": 1}
+
+
+def test_what_cannot_be_joined_is_an_error():
+    stitcher = Stitcher(pieces)
+    with pytest.raises(ValueError, match="turn 0: 2 rows of experts, needed are 3"):
+        stitcher.add(0, ids(5, 6), ids(2, 3), rows(0, 2))
+    stitcher.add(0, ids(5, 6, 7), ids(2, 3), rows(0, 4))
+    with pytest.raises(ValueError, match="turn 1: nothing stands between"):
+        stitcher.add(1, ids(5, 6, 2, 3), ids(0, 3), rows(0, 5))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_streams_hold_every_reply_as_it_was_sampled(seed):
+    """Random conversations whose history is encoded anew each turn; experts and ids stay aligned."""
+    rng = np.random.default_rng(seed)
+
+    def encode(value: str) -> list[int]:
+        """Some tokens that spell the text."""
+        out = []
+        while value:
+            fits = [i for i, t in enumerate(TEXTS) if value.startswith(t)]
+            out.append(int(rng.choice(fits)))
+            value = value[len(TEXTS[out[-1]]) :]
+        return out
+
+    stitcher, history, replies = Stitcher(pieces), "<user>c", []
+    for turn in range(6):
+        prompt = np.array(encode(history + "<bot><think></think>"), np.int32)
+        reply = np.array([*rng.integers(0, 3, rng.integers(1, 5)), 3], np.int32)
+        stitcher.add(turn, prompt, reply, rows(0, len(prompt) + len(reply) - 1))
+        replies.append(reply)
+        history += "<bot>" + text(reply) + "\n<user>" + "".join(rng.choice(["a", "b", "c"], 3))
+        if rng.random() < 0.15:
+            history = "<user>" + "c" * (turn + 2)
+    parts = [part for chunk in stitcher.chunks() for part in chunk.parts]
+    assert [t for _, _, t in parts] == list(range(6))
+    for (_, found, _), wanted in zip(parts, replies, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    for chunk in stitcher.chunks():
+        count = sum(len(context) + len(reply) for context, reply, _ in chunk.parts)
+        assert len(chunk.experts) == count - 1
+    assert sum(stitcher.audit.cases.values()) == 5
+    assert stitcher.audit.drift == 0
