@@ -30,8 +30,11 @@ from t1jax.engine import JaxSampler, Sampling
 from t1jax.experiment import ConfigError
 from t1jax.mesh import MeshConfig, make_mesh, replicate
 from t1jax.model.config import ModelConfig
+from t1jax.model.deltanet import DeltaNet
 from t1jax.model.hf import by_path, export_params
-from t1jax.model.lm import init_policy, token_logp
+from t1jax.model.layers import Attention, make_place
+from t1jax.model.lm import init_policy, logits_of, pick_logp, token_logp
+from t1jax.model.moe import MoE
 from t1jax.ppo import microbatch
 
 MODEL = ModelConfig(
@@ -133,7 +136,51 @@ def bench_model() -> dict[str, float]:
                     f"{theirs / ours:7.2f}{share:9.1%}",
                     flush=True,
                 )
+    parts = time_parts(T=2048)
+    shares = ", ".join(f"{name} {t / sum(parts.values()):.0%}" for name, t in parts.items())
+    print(f"forward and backward at T = 2048 by parts, each alone: {shares}")
     return ratios
+
+
+def time_parts(T: int) -> dict[str, float]:
+    """Seconds of forward and backward of all layers of a kind, on one row and one device."""
+    c, key = MODEL, jax.random.key(0)
+    x = jax.random.normal(key, (1, T, c.hidden_size))
+    ones = jnp.ones((1, T), jnp.int32)
+    place = make_place(jnp.arange(T, dtype=jnp.int32)[None], ones)
+    full = c.num_layers // c.full_attention_interval
+    head_DV = jax.random.normal(key, (c.hidden_size, c.vocab_size))
+
+    def head(head_DV, x):
+        chunks = x.reshape(-1, c.logp_chunk, c.hidden_size)
+        pick = lambda h: pick_logp(logits_of(c, h, head_DV), jnp.zeros(len(h), jnp.int32))[0]  # noqa: E731
+        return jax.lax.map(jax.checkpoint(pick), chunks)
+
+    def timed(apply, params) -> float:
+        loss = lambda params, x: jnp.sum(jnp.sin(apply(params, x)))  # noqa: E731
+        run = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x).compile()
+        return best_of(lambda: jax.block_until_ready(run(params, x)), 2 * ROUNDS)
+
+    def layers(count: int, module, *rest) -> float:
+        params = module.init(key, x, *rest)
+        return count * timed(lambda params, x: module.apply(params, x, *rest)[0], params)
+
+    return {
+        "delta nets": layers(c.num_layers - full, DeltaNet(c), place),
+        "experts": layers(c.num_layers, MoE(c), ones > 0, None),
+        "attention": layers(full, Attention(c), place),
+        "head": timed(head, head_DV),
+    }
+
+
+def best_of(run, rounds: int) -> float:
+    """The least seconds of a call."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def bench_sampler() -> dict[str, float]:
@@ -236,12 +283,7 @@ def gemm_peak() -> float:
     """FLOP/s of a float32 product of matrices of 2048 x 2048, the best of ten."""
     a = jax.random.normal(jax.random.key(0), (2048, 2048))
     multiply = jax.jit(jnp.matmul).lower(a, a).compile()
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        jax.block_until_ready(multiply(a, a))
-        times.append(time.perf_counter() - start)
-    return 2 * 2048**3 / min(times)
+    return 2 * 2048**3 / best_of(lambda: jax.block_until_ready(multiply(a, a)), 10)
 
 
 BENCHES = {"model": bench_model, "sampler": bench_sampler}
