@@ -37,6 +37,7 @@ from t1jax.model.hf_names import (
     part_of,
     tensor_shape,
     tensors,
+    text_name,
     to_leaf,
 )
 from t1jax.model.lm import init_policy
@@ -169,7 +170,7 @@ def export_params(
     else:
         carried, wanted = [], {}
         for name, place in tensors(config).items():
-            wanted[name] = Wanted(place, np.dtype(dtype or params[place.leaf].dtype))
+            wanted[text_name(name)] = Wanted(place, np.dtype(dtype or params[place.leaf].dtype))
     sizes = {name: w.head(params).nbytes for name, w in wanted.items()}
     sizes |= {name: like.head(name).nbytes for name in carried}
     plan = _plan(sizes, shard_bytes)

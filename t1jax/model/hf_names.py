@@ -56,6 +56,11 @@ def bare_name(name: str) -> str:
     return name.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
 
 
+def text_name(name: str) -> str:
+    """The name in a checkpoint of the text model alone: engines skip others without a word."""
+    return name.replace("model.language_model.", "model.")
+
+
 def to_leaf(place: Place, tensor: np.ndarray) -> np.ndarray:
     """A tensor with its axes in the leaf's order."""
     if place.layout == "conv":
