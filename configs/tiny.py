@@ -64,7 +64,26 @@ def get_config(arg: str = "") -> ConfigDict:
         top_p=1.0,
         top_k=0,
     )
-    c.engine = dict(slots=64, prefill_rows=8, prefill_buckets=(16, 64))
+    c.engine = dict(kind="jax", slots=64, prefill_rows=8, prefill_buckets=(16, 64))
+    c.fleet = dict(  # with engine.kind="sglang"
+        server=dict(
+            device="cpu",
+            dtype="float32",
+            max_running=64,
+            max_tokens=16384,
+            start_timeout_s=300.0,
+            flags="",
+        ),
+        engines=1,
+        reply_timeout_s=60.0,
+        control_timeout_s=60.0,
+        probe_period_s=10.0,
+        probe_timeout_s=5.0,
+        probe_failures=3,
+        starts_per_s=100.0,
+        burst=64,
+        probe_tolerance=1e-3,  # nats; 0.5 where the servers compute in bfloat16
+    )
     c.reward = dict(kind="dense", scale=20.0)
     c.ppo = dict(
         clip_low=0.2,

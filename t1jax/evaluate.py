@@ -97,7 +97,7 @@ def main() -> None:
     chat = make_chat(experiment)
     params = load_params(Path(CHECKPOINT.value), abstract_policy(experiment))
     out = command.workdir_path(OUT.value)
-    sampler = make_sampler(experiment, chat, experiment.evaluate)
+    sampler = make_sampler(experiment, chat, experiment.evaluate, out / "engines")
     try:
         sampler.load(params, 0)
         sampler.warm_up()

@@ -21,6 +21,7 @@ from t1jax.mesh import MeshConfig
 from t1jax.model.config import ModelConfig
 from t1jax.ppo.optim import OptimConfig
 from t1jax.ppo.step import PPOConfig
+from t1jax.rollout.fleet import FleetConfig
 
 
 class ConfigError(ValueError):
@@ -58,6 +59,9 @@ class RolloutConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
+    """What samples: "jax", the embedded sampler, or "sglang", a fleet of servers (`fleet`)."""
+
+    kind: Literal["jax", "sglang"]
     slots: int
     prefill_rows: int
     prefill_buckets: tuple[int, ...]
@@ -105,7 +109,14 @@ POSITIVE = (
     *("tasks.train_count", "tasks.eval_count", "episode.max_turns", "episode.max_context"),
     *("episode.max_reply", "episode.command_timeout_s", "episode.max_output_bytes"),
     *("rollout.trials", "rollout.concurrency", "rollout.max_attempts", "rollout.max_infra_share"),
-    *("engine.slots", "engine.prefill_rows", "mesh.data", "reward.scale", "ppo.microbatch"),
+    *(
+        "engine.slots",
+        "engine.prefill_rows",
+        "fleet.engines",
+        "mesh.data",
+        "reward.scale",
+        "ppo.microbatch",
+    ),
     *("train.steps", "train.checkpoint_every", "train.checkpoint_keep", "train.parity_band"),
     *("evaluate.attempts", "evaluate.temperature", "evaluate.top_p", "sft.tasks", "sft.row_length"),
     *("sft.batch", "sft.steps", "sft.learning_rate", "sft.checkpoint_every"),
@@ -126,6 +137,7 @@ class Experiment:
     episode: EpisodeConfig
     rollout: RolloutConfig
     engine: EngineConfig
+    fleet: FleetConfig
     reward: RewardConfig
     ppo: PPOConfig
     actor_optim: OptimConfig

@@ -1,9 +1,9 @@
 """New weights to the sampler, between batches: no reply spans two versions."""
 
-from t1jax.engine import JaxSampler
+from t1jax.types import Engine
 
 
-def publish(params: dict, version: int, sampler: JaxSampler) -> None:
+def publish(params: dict, version: int, sampler: Engine) -> None:
     """Loads `params` as `version`; everything cached under older weights is forgotten.
 
     Raises RuntimeError while a request is in flight, or where the sampler does not report the version.

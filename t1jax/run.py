@@ -4,6 +4,7 @@ from pathlib import Path
 
 import grain
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from t1jax.agent.chat import Chat
@@ -14,11 +15,14 @@ from t1jax.checkpoint import load_params
 from t1jax.engine import JaxSampler, Sampling
 from t1jax.experiment import ConfigError, EvaluateConfig, Experiment, RolloutConfig
 from t1jax.mesh import replicate
-from t1jax.model.lm import init_policy, init_value
+from t1jax.model.hf import by_path, export_params
+from t1jax.model.lm import init_policy, init_value, token_logp
 from t1jax.ppo.optim import make_optimizer
 from t1jax.ppo.step import TrainState, init_state
 from t1jax.rollout.collect import CollectConfig
-from t1jax.types import Task
+from t1jax.rollout.fleet import Fleet
+from t1jax.rollout.sglang import EngineModel, Settings
+from t1jax.types import Engine, Task
 
 
 def load_pool(experiment: Experiment, split: Split, workdir: Path) -> list[Task]:
@@ -58,9 +62,11 @@ def make_chat(experiment: Experiment) -> Chat:
 
 
 def make_sampler(
-    experiment: Experiment, chat: Chat, sampling: RolloutConfig | EvaluateConfig
-) -> JaxSampler:
-    """The embedded sampler; it has no weights yet."""
+    experiment: Experiment, chat: Chat, sampling: RolloutConfig | EvaluateConfig, folder: Path
+) -> Engine:
+    """The configured engine; it has no weights yet. `folder`: for a fleet's logs and weights."""
+    if experiment.engine.kind == "sglang":
+        return make_fleet(experiment, chat, sampling, folder)
     engine = experiment.engine
     return JaxSampler(
         experiment.model,
@@ -72,6 +78,40 @@ def make_sampler(
         sampling=Sampling(sampling.temperature, sampling.top_p, sampling.top_k),
         stop_ids=chat.stop_ids,
     )
+
+
+def make_fleet(
+    experiment: Experiment, chat: Chat, sampling: RolloutConfig | EvaluateConfig, folder: Path
+) -> Fleet:
+    """SGLang servers of the policy. Their proof of a load is the trainer's log-probs of a probe."""
+    model, fleet = experiment.model, experiment.fleet
+    settings = Settings(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_ids=chat.stop_ids,
+        reply_timeout_s=fleet.reply_timeout_s,
+        control_timeout_s=fleet.control_timeout_s,
+    )
+    served = EngineModel(
+        vocab_size=model.vocab_size,
+        context=experiment.episode.max_context,
+        layers=model.num_layers,
+        num_experts=model.num_experts,
+        experts_per_token=model.experts_per_token,
+    )
+    score = jax.jit(token_logp, static_argnums=0)
+
+    def export(params: dict, out: Path) -> None:
+        export_params(by_path(params), model, out, dtype=fleet.server.dtype)
+
+    def probe(params: dict, tokens: np.ndarray) -> np.ndarray:
+        row = tokens[None]
+        place = np.arange(len(tokens), dtype=np.int32)[None], np.ones_like(row)
+        found, _, _ = score(model, params, row, *place, None, np.ones(1, np.float32))
+        return np.asarray(found)[0, 1:]
+
+    return Fleet(fleet, served, settings, export, probe, folder)
 
 
 def collect_config(experiment: Experiment, temperature: float) -> CollectConfig:

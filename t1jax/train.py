@@ -55,7 +55,7 @@ def train(experiment: Experiment, workdir: Path) -> dict:
     first, elapsed = (found.step, found.host["elapsed_s"]) if found else (0, 0.0)
     print(f"{'resuming at' if found else 'starting at'} step {first} of {c.steps}", file=sys.stderr)
 
-    sampler = make_sampler(experiment, chat, experiment.rollout)
+    sampler = make_sampler(experiment, chat, experiment.rollout, workdir / "engines")
     writer = MetricsWriter(workdir, first - 1 if found else None)
     store.drop_after(workdir / "trajectories", first - 1)
     score = make_score(experiment.model, experiment.ppo, mesh)
@@ -74,7 +74,7 @@ def train(experiment: Experiment, workdir: Path) -> dict:
         if name == "before" and first and not path.exists():
             raise ConfigError(f"{path} is gone, and the run is past its beginning: restore it")
         if not path.exists():
-            evaluator = make_sampler(experiment, chat, experiment.evaluate)
+            evaluator = make_sampler(experiment, chat, experiment.evaluate, workdir / "engines")
             publish(state.behaviour, int(state.step), evaluator)
             evaluator.warm_up()
             result = summarize(evaluate(experiment, held_out, evaluator, chat))

@@ -8,7 +8,7 @@ Row t of every per-token array belongs to token t: `sampled[t]` says that the po
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -242,6 +242,25 @@ class Sampler(Protocol):
 
     async def release(self, trial: int) -> None:
         """Ends the trial: whatever was cached for it may go."""
+
+
+class Engine(Sampler, Protocol):
+    """A sampler that a run feeds with weights."""
+
+    version: int  # of the weights loaded; -1 before the first
+    drifted: int  # tokens of earlier turns that a caller's stream did not repeat: 0 under TITO
+
+    def load(self, params: Any, version: int) -> None:
+        """Publishes weights; all that is cached under older ones is forgotten.
+
+        Raises RuntimeError while requests are in flight, SamplerError where the engine does not follow.
+        """
+
+    def warm_up(self) -> None:
+        """Makes ready what a trial's time should not pay for. Call it after the first `load`."""
+
+    def close(self) -> None:
+        """Ends the engine. Idempotent."""
 
 
 class SandboxError(RuntimeError):

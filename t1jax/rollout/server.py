@@ -1,0 +1,144 @@
+"""SGLang servers as processes: started, waited for, stopped. One server is one engine.
+
+A server runs launch/engine/server.py in a session of its own, on a CPU in .venv-sglang, and logs into a file.
+It ends when the thread that started it does, so that no engine outlives its run.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Literal
+
+import aiohttp
+
+from t1jax.types import SamplerError
+
+ROOT = Path(__file__).parents[2]
+CPU_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+CPU_FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--mem-fraction-static", "0.02", "--disable-cuda-graph"),
+    # Qwen3.5's delta nets; harmless for the others.
+    *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
+)
+CPU_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_NUM_THREADS": "1",  # of a tiny model's threads each would wait for the other
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",  # bfloat16 puts log-probs off by 2.5 nats
+}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """What a server serves. `flags`: more of SGLang's own, as in a shell."""
+
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16"]
+    max_running: int  # requests at a time
+    max_tokens: int  # of all requests together, cached ones included
+    start_timeout_s: float
+    flags: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A running process. url: "http://127.0.0.1:PORT"."""
+
+    process: subprocess.Popen
+    url: str
+    log: Path
+
+
+def start(config: ServerConfig, model: Path, log: Path, index: int = 0) -> Server:
+    """Starts a server of the Hugging Face checkpoint `model`; see `wait_ready`.
+
+    index: which of the machine's GPUs it uses. Raises SamplerError where SGLang is not installed.
+    """
+    port = free_port()
+    if config.device == "cpu":
+        if not CPU_PYTHON.exists():
+            raise SamplerError(f"{CPU_PYTHON} is missing: run bash launch/setup.sh --sglang")
+        python, environment = CPU_PYTHON, CPU_ENVIRONMENT
+        device = (*CPU_FLAGS, "--max-mamba-cache-size", 4 * config.max_running)
+    else:
+        python, environment, device = sys.executable, {}, ("--base-gpu-id", index)
+    arguments = (
+        *(python, ROOT / "launch" / "engine" / "server.py", *device),
+        *("--model-path", model, "--dtype", config.dtype, "--host", "127.0.0.1", "--port", port),
+        *("--max-running-requests", config.max_running, "--max-total-tokens", config.max_tokens),
+        *("--enable-return-routed-experts", "--skip-tokenizer-init", *shlex.split(config.flags)),
+    )
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [str(x) for x in arguments],
+            env={**os.environ, **OFFLINE, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Server(process, f"http://127.0.0.1:{port}", log)
+
+
+async def wait_ready(server: Server, timeout_s: float) -> None:
+    """Returns when the server answers; raises SamplerError where it ends or is too slow, after stopping it."""
+    until = time.monotonic() + timeout_s
+    try:
+        async with aiohttp.ClientSession() as session:
+            while not await _healthy(session, server.url):
+                if server.process.poll() is not None:
+                    raise SamplerError(
+                        f"the server ended with {server.process.returncode}: {tail(server)}"
+                    )
+                if time.monotonic() > until:
+                    raise SamplerError(f"no server after {timeout_s:g} s: {tail(server)}")
+                await asyncio.sleep(0.5)
+    except BaseException:
+        stop(server)
+        raise
+
+
+def stop(server: Server, grace_s: float = 10.0) -> None:
+    """Ends the server and all processes it made. Idempotent."""
+    for sign, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(seconds)
+            break
+    # Workers that outlived the main process.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGKILL)
+
+
+def tail(server: Server) -> str:
+    """Where the log is, and its last line that names an error."""
+    lines = server.log.read_text(errors="replace").splitlines() if server.log.exists() else []
+    errors = [line.strip() for line in lines if "Error" in line]
+    return f"{errors[-1]} ({server.log})" if errors else f"see {server.log}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def _healthy(session: aiohttp.ClientSession, url: str) -> bool:
+    """Whether the server generates: /health_generate answers after a token was made."""
+    timeout = aiohttp.ClientTimeout(total=10)
+    try:
+        async with session.get(f"{url}/health", timeout=timeout) as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False

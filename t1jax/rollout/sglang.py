@@ -1,0 +1,250 @@
+"""One SGLang server over HTTP: exact token ids in and out, log-probs, experts, weights.
+
+Written against SGLang 0.5.23. What the wire needs care for:
+- an id outside the vocabulary ends the server, so ids are checked here before they are sent;
+- `routed_experts` is base64 of integers whose width differs between versions, from `routed_experts_start_len`
+  on; a server may ignore that and start at 0. Both are read from the length: the width from a reply that was
+  asked from 0 on, such as every trial's first; two readings that both fit are an error;
+- a stopped request answers with status 200 and what it has;
+- log-probs are those after temperature and before top-p.
+Nothing is sent twice: a reply costs tokens, and a failed trial is made again anyway.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import json
+import time
+import uuid
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from t1jax.types import Sampled, SamplerError
+
+WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.int32}  # bytes an expert's number
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineModel:
+    """What a client must know of the served model."""
+
+    vocab_size: int
+    context: int  # tokens of a whole stream
+    layers: int  # all of them with experts
+    num_experts: int
+    experts_per_token: int
+
+    @property
+    def expert_type(self) -> type:
+        return np.uint8 if self.num_experts <= 256 else np.uint16
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How replies are drawn, and how long a call may take."""
+
+    temperature: float
+    top_p: float
+    top_k: int  # 0 = all
+    stop_ids: tuple[int, ...]
+    reply_timeout_s: float
+    control_timeout_s: float
+
+
+class Engine:
+    """A client of one server. All methods raise SamplerError when it is gone, late or answers nonsense."""
+
+    def __init__(self, url: str, model: EngineModel, settings: Settings):
+        self.url, self._model, self._settings = url, model, settings
+        self._widths = tuple(WIDTHS)  # that the server may use, one of them once it is known
+        # Requests live as long as a reply; each needs a connection of its own.
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def generate(
+        self, tokens: np.ndarray, experts_start: int, max_new: int, version: int
+    ) -> Sampled:
+        """Continues `tokens` i32[N]; see types.Sampler.sample. The reply must come from weights `version`.
+
+        A cancelled call stops the request on the server. Raises ValueError for ids outside the vocabulary
+        or a stream longer than the context.
+        """
+        check_stream(tokens, experts_start, max_new, self._model)
+        s, request = self._settings, uuid.uuid4().hex
+        body = {
+            "rid": request,
+            "input_ids": tokens.tolist(),
+            "sampling_params": {
+                "temperature": s.temperature,
+                "top_p": s.top_p,
+                "top_k": s.top_k or -1,
+                "max_new_tokens": max_new,
+                "stop_token_ids": list(s.stop_ids),
+            },
+            "return_logprob": True,
+            "return_routed_experts": True,
+            "routed_experts_start_len": experts_start,
+        }
+        started = time.monotonic()
+        try:
+            reply = await self._call("/generate", body, s.reply_timeout_s)
+        except BaseException:
+            await self._abort(request)
+            raise
+        return self._read(reply, len(tokens), experts_start, version, time.monotonic() - started)
+
+    async def version(self) -> str:
+        """The version of the weights, as the server states it."""
+        info = await self._call("/model_info", None, self._settings.control_timeout_s)
+        return str(info.get("weight_version"))
+
+    async def load(self, checkpoint: Path, version: int) -> None:
+        """Reads weights from a Hugging Face folder and forgets all that was cached under the old ones."""
+        body = {
+            "model_path": str(checkpoint),
+            "weight_version": str(version),
+            "flush_cache": True,
+        }
+        reply = await self._call(
+            "/update_weights_from_disk", body, self._settings.control_timeout_s
+        )
+        if not reply.get("success"):
+            raise SamplerError(f"{self.url} did not take the weights: {reply.get('message')}")
+        if (found := await self.version()) != str(version):
+            raise SamplerError(f"{self.url} has weights {found!r} after loading {version}")
+
+    async def logprobs(self, tokens: np.ndarray) -> np.ndarray:
+        """f32[N-1]: log-probs of tokens 1.. of a stream at temperature 1."""
+        body = {
+            "input_ids": tokens.tolist(),
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        reply = await self._call("/generate", body, self._settings.control_timeout_s)
+        try:
+            found = [p for p, *_ in reply["meta_info"]["input_token_logprobs"] if p is not None]
+            return np.array(found, np.float32)
+        except (KeyError, TypeError, ValueError) as error:
+            raise SamplerError(f"{self.url}: no log-probs of the prompt ({error})") from None
+
+    async def healthy(self, timeout_s: float) -> bool:
+        try:
+            await self._call("/health", None, timeout_s)
+        except SamplerError:
+            return False
+        return True
+
+    async def _abort(self, request: str) -> None:
+        with contextlib.suppress(SamplerError):  # it is gone, and the request with it
+            await self._call("/abort_request", {"rid": request}, self._settings.control_timeout_s)
+
+    async def _call(self, path: str, body: dict | None, timeout_s: float) -> dict:
+        """POST of a body, GET without one. The answer's JSON, {} where it has none."""
+        method = "GET" if body is None else "POST"
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(
+                method, self.url + path, json=body, timeout=timeout
+            ) as answer:
+                text = await answer.text()
+                if answer.status != 200:
+                    raise SamplerError(f"{self.url}{path}: {answer.status} {text[:300]}")
+        except TimeoutError:
+            raise SamplerError(f"{self.url}{path}: no answer in {timeout_s:g} s") from None
+        except aiohttp.ClientError as error:
+            raise SamplerError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+        try:
+            return json.loads(text) if text else {}
+        except ValueError:
+            return {}
+
+    def _read(self, reply: dict, prompt: int, start: int, version: int, seconds: float) -> Sampled:
+        """Checks a reply of /generate against what was asked."""
+        try:
+            meta = reply["meta_info"]
+            ids = np.array(reply["output_ids"], np.int32)
+            chosen = [(p, i) for p, i, *_ in meta["output_token_logprobs"]]
+            finish = meta["finish_reason"]["type"]
+            versions = {str(v["version"]) for v in meta.get("weight_versions") or ()}
+            versions |= {str(meta["weight_version"])}
+        except (KeyError, TypeError, ValueError) as error:
+            raise SamplerError(f"{self.url}: a reply without {error}") from None
+        if versions != {str(version)}:
+            raise SamplerError(
+                f"{self.url}: a reply of weights {', '.join(sorted(versions))}, expected {version}"
+            )
+        if meta["prompt_tokens"] != prompt:
+            raise SamplerError(f"{self.url}: read {meta['prompt_tokens']} ids of {prompt}")
+        if [i for _, i in chosen] != ids.tolist():
+            raise SamplerError(f"{self.url}: log-probs of other ids than it sampled")
+        if finish not in ("stop", "length", "abort"):
+            raise SamplerError(f"{self.url}: unknown finish reason {finish!r}")
+        experts, begin, width = read_experts(
+            meta.get("routed_experts"), prompt + len(ids) - 1, start, self._model, self._widths
+        )
+        if start == 0 and len(experts):
+            self._widths = (width,)
+        return Sampled(
+            ids=ids,
+            logprobs=np.array([p for p, _ in chosen], np.float32),
+            experts=experts,
+            experts_start=begin,
+            finish=finish,
+            version=version,
+            seconds=seconds,
+        )
+
+
+def check_stream(tokens: np.ndarray, experts_start: int, max_new: int, model: EngineModel) -> None:
+    """Raises ValueError for a stream that the engine cannot continue."""
+    outside = np.flatnonzero((tokens < 0) | (tokens >= model.vocab_size))
+    if len(outside):
+        at = outside[0]
+        raise ValueError(f"token {at} is {tokens[at]}, outside of {model.vocab_size} ids")
+    if not len(tokens) or max_new < 1 or len(tokens) + max_new > model.context:
+        raise ValueError(
+            f"{len(tokens)} tokens and {max_new} new ones do not fit a context of {model.context}"
+        )
+    if not 0 <= experts_start < len(tokens):
+        raise ValueError(f"experts_start={experts_start} lies outside of {len(tokens)} tokens")
+
+
+def read_experts(
+    text: str | None, end: int, start: int, model: EngineModel, widths: tuple[int, ...]
+) -> tuple[np.ndarray, int, int]:
+    """u8|u16[rows, L, K] of tokens [begin, end), `begin`, and the width in bytes, one of `widths`.
+
+    `begin` is `start`, or 0 if the server ignored that.
+
+    Raises SamplerError where the bytes fit no reading, or two, or name an expert that does not exist.
+    """
+    if text is None:
+        raise SamplerError(
+            "the reply has no experts: start the server with --enable-return-routed-experts"
+        )
+    data = base64.b64decode(text)
+    row = model.layers * model.experts_per_token
+    if end == start and not data:  # nothing was read since: a reply that was stopped at once
+        nothing = np.zeros((0, model.layers, model.experts_per_token), model.expert_type)
+        return nothing, start, widths[-1]
+    readings = {
+        (begin, width)
+        for begin in (start, 0)
+        for width in widths
+        if len(data) == (end - begin) * row * width
+    }
+    if len(readings) != 1:
+        raise SamplerError(
+            f"{len(data)} bytes of experts for tokens [{start}, {end}) of {row} numbers each: "
+            f"{'two readings fit' if readings else 'no reading fits'}"
+        )
+    ((begin, width),) = readings
+    experts = np.frombuffer(data, WIDTHS[width]).reshape(-1, model.layers, model.experts_per_token)
+    if experts.size and not (experts.min() >= 0 and experts.max() < model.num_experts):
+        raise SamplerError(f"an expert {experts.max()} of {model.num_experts} in a reply")
+    return experts.astype(model.expert_type), begin, width

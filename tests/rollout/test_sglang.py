@@ -1,0 +1,208 @@
+"""What the client checks of a server's replies, by hand and against a server that lies."""
+
+import asyncio
+import base64
+import dataclasses
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from t1jax.rollout.sglang import Engine, EngineModel, Settings, check_stream, read_experts
+from t1jax.types import SamplerError
+
+MODEL = EngineModel(vocab_size=50, context=32, layers=2, num_experts=8, experts_per_token=2)
+SETTINGS = Settings(1.0, 1.0, 0, (3,), reply_timeout_s=5.0, control_timeout_s=1.0)
+
+
+def packed(rows: int, dtype=np.int32, value: int = 5) -> str:
+    return base64.b64encode(np.full((rows, 2, 2), value, dtype).tobytes()).decode()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
+def test_experts_of_any_width(dtype):
+    numbers = np.arange(7 * 4).reshape(7, 2, 2) % 8
+    text = base64.b64encode(numbers.astype(dtype).tobytes()).decode()
+    found, begin, width = read_experts(text, 10, 3, MODEL, (1, 2, 4))
+    assert (begin, width, found.dtype) == (3, np.dtype(dtype).itemsize, np.uint8)
+    np.testing.assert_array_equal(found, numbers)
+
+
+def test_a_server_may_ignore_where_to_start():
+    found, begin, _ = read_experts(packed(10), 10, 3, MODEL, (4,))
+    assert begin == 0 and found.shape == (10, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "start", "says"),
+    [
+        (None, 10, 3, "no experts: start the server with --enable-return-routed-experts"),
+        (packed(6), 10, 3, "96 bytes of experts for tokens .3, 10. of 4 numbers each: no reading"),
+        # 8 rows of two bytes from 2 on, or ... 16 rows of one byte from 0: both are 64 bytes.
+        (packed(8, np.uint16), 16, 8, "two readings fit"),
+        (packed(7, value=8), 10, 3, "an expert 8 of 8"),
+        (packed(7, value=-1), 10, 3, "an expert -1 of 8"),
+    ],
+)
+def test_experts_that_cannot_be_read(text, end, start, says):
+    with pytest.raises(SamplerError, match=says):
+        read_experts(text, end, start, MODEL, (1, 2, 4))
+
+
+def test_a_width_that_is_known_leaves_one_reading():
+    found, begin, _ = read_experts(packed(8, np.uint16), 16, 8, MODEL, (2,))
+    assert begin == 8 and found.shape == (8, 2, 2)
+
+
+def test_more_than_256_experts_take_two_bytes():
+    model = dataclasses.replace(MODEL, num_experts=300)
+    found, _, _ = read_experts(packed(7, value=299), 10, 3, model, (4,))
+    assert found.dtype == np.uint16 and found.max() == 299
+
+
+@pytest.mark.parametrize(
+    ("tokens", "start", "max_new", "says"),
+    [
+        ([1, 50, 2], 0, 4, "token 1 is 50, outside of 50 ids"),
+        ([1, 2, -1], 0, 4, "token 2 is -1, outside of 50 ids"),
+        ([], 0, 4, "0 tokens and 4 new ones do not fit a context of 32"),
+        ([1] * 30, 0, 4, "30 tokens and 4 new ones do not fit"),
+        ([1], 0, 0, "1 tokens and 0 new ones"),
+        ([1, 2], 2, 4, "experts_start=2 lies outside of 2 tokens"),
+    ],
+)
+def test_streams_are_checked_before_they_are_sent(tokens, start, max_new, says):
+    with pytest.raises(ValueError, match=says):
+        check_stream(np.array(tokens, np.int32), start, max_new, MODEL)
+
+
+def reply(**changes) -> dict:
+    """Of a prompt of 4 ids with 2 rows of experts held, 3 sampled ids."""
+    meta = {
+        "prompt_tokens": 4,
+        "output_token_logprobs": [[-0.5, 7, None], [-1.5, 8, None], [-0.25, 3, None]],
+        "finish_reason": {"type": "stop"},
+        "weight_version": "2",
+        "weight_versions": [{"version": "2", "start": 0, "end": 3}],
+        "routed_experts": packed(4),
+    }
+    meta |= {name: value for name, value in changes.items() if name in meta}
+    return {"output_ids": changes.get("output_ids", [7, 8, 3]), "meta_info": meta}
+
+
+def ask(handler, version: int = 2, called: list | None = None, **calls):
+    """Runs one `generate` against a server whose /generate is `handler`; returns (reply, paths called)."""
+    called = [] if called is None else called
+
+    async def log(request):
+        called.append((request.path, await request.json()))
+        return web.json_response({})
+
+    async def talk():
+        app = web.Application()
+        app.router.add_post("/generate", handler)
+        app.router.add_post("/abort_request", log)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        engine = Engine(f"http://127.0.0.1:{port}", MODEL, dataclasses.replace(SETTINGS, **calls))
+        try:
+            return await engine.generate(np.arange(4, dtype=np.int32), 2, 8, version)
+        finally:
+            await engine.close()
+            await runner.cleanup()
+
+    return asyncio.run(talk()), called
+
+
+def says(data):
+    async def handler(request):
+        return web.json_response(data)
+
+    return handler
+
+
+def test_what_is_asked_and_what_comes_back():
+    seen = {}
+
+    async def handler(request):
+        seen.update(await request.json())
+        return web.json_response(reply())
+
+    sampled, called = ask(handler)
+    assert seen["input_ids"] == [0, 1, 2, 3] and seen["routed_experts_start_len"] == 2
+    assert seen["return_logprob"] and seen["return_routed_experts"]
+    assert seen["sampling_params"] == {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_new_tokens": 8,
+        "stop_token_ids": [3],
+    }
+    assert sampled.ids.tolist() == [7, 8, 3] and sampled.logprobs.tolist() == [-0.5, -1.5, -0.25]
+    assert sampled.experts.shape == (4, 2, 2) and sampled.experts_start == 2
+    assert (sampled.finish, sampled.version, called) == ("stop", 2, [])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (reply(weight_version="1", weight_versions=[]), "a reply of weights 1, expected 2"),
+        # Traps 88, 89: a request that saw two versions.
+        (
+            reply(weight_versions=[{"version": "1"}, {"version": "2"}]),
+            "a reply of weights 1, 2, expected 2",
+        ),
+        # Trap 4: ids decoded and encoded again on the way.
+        (reply(prompt_tokens=5), "read 5 ids of 4"),
+        (reply(output_ids=[7, 8, 9]), "log-probs of other ids than it sampled"),
+        (reply(finish_reason={"type": "tired"}), "unknown finish reason 'tired'"),
+        (reply(routed_experts=None), "no experts"),
+        (reply(output_token_logprobs=None), "a reply without"),
+        ({}, "a reply without 'meta_info'"),
+    ],
+)
+def test_a_reply_that_does_not_fit_is_refused(data, message):
+    with pytest.raises(SamplerError, match=message):
+        ask(says(data))
+
+
+def test_an_error_of_the_server_is_told_and_the_request_stopped():
+    async def handler(request):
+        return web.Response(status=400, text="input too long")
+
+    with pytest.raises(SamplerError, match="/generate: 400 input too long"):
+        ask(handler)
+
+
+def test_a_stopped_request_gives_what_it_has():
+    data = reply(finish_reason={"type": "abort"})
+    assert ask(says(data))[0].finish == "abort"
+
+
+def test_a_late_reply_is_an_error_and_stops_the_request():
+    seen, called = [], []
+
+    async def handler(request):
+        seen.append(await request.json())
+        await asyncio.sleep(2)
+
+    with pytest.raises(SamplerError, match=r"no answer in 0\.2 s"):
+        ask(handler, called=called, reply_timeout_s=0.2)
+    assert len(seen) == 1  # never sent twice
+    assert called == [("/abort_request", {"rid": seen[0]["rid"]})]
+
+
+def test_a_server_that_is_gone_is_named():
+    async def call():
+        engine = Engine("http://127.0.0.1:9", MODEL, SETTINGS)
+        try:
+            assert not await engine.healthy(0.5)
+            await engine.generate(np.arange(4, dtype=np.int32), 0, 8, 2)
+        finally:
+            await engine.close()
+
+    with pytest.raises(SamplerError, match=r"127.0.0.1:9/generate: Client"):
+        asyncio.run(call())
