@@ -182,7 +182,7 @@ def scale(x: Array, w: Array) -> Array:
 
 
 def _scale_bwd(residuals, dy):
-    """The sum over rows is a product: XLA:CPU sums a long expression at a tenth of the speed."""
+    """The sum over rows is a product: XLA:CPU is slow at the sum of a long expression."""
     x, w = residuals
     terms_ND = (dy * x).reshape(-1, x.shape[-1])
     with jax.default_matmul_precision("highest"):
