@@ -152,11 +152,15 @@ def test_a_checkpoint_survives_the_way_here_and_back(family, reference, tmp_path
     ("family", "name"), [("qwen3_5_moe", "wide_shared"), ("qwen3_moe", "tied_top8")]
 )
 def test_transformers_reads_what_is_written_here(family, name, reference, tmp_path):
-    """Without any file of the original: config.json, names and layouts are this project's own."""
+    """Without any file of the original: config.json, names and layouts are this project's own.
+
+    The tensors are equal to the bit (the test above); torch's products are not from one process to
+    the next, as their order of summation depends on the alignment of the mapped weights.
+    """
     source = reference / family / name
     import_checkpoint(source, tmp_path / "policy")
     export_checkpoint(tmp_path / "policy", tmp_path / "hf", None, None, 20_000)
     command = [PYTHON, HERE / "read.py", tmp_path / "hf", source / "reference.npz"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == 0
+    assert float(done.stdout) < 1e-5
