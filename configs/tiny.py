@@ -3,6 +3,7 @@
 python -m t1jax.sft   --config=configs/tiny.py --workdir=runs/sft        the shipped SFT checkpoint
 python -m t1jax.train --config=configs/tiny.py --workdir=runs/demo       what launch/demo.sh runs
 python -m t1jax.train --config=configs/tiny.py:debug --workdir=runs/try  four steps, a minute
+python -m t1jax.train --config=configs/tiny.py:sampler=sglang ...        on an SGLang engine (see README)
 """
 
 from ml_collections import ConfigDict
@@ -13,8 +14,8 @@ ASSETS = "configs/assets/tiny"
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """`arg` "debug": the same run, small enough to try a change with."""
-    a = parse_arg(arg, debug=False)
+    """`arg` "debug": the same run, small enough to try a change with; "sampler=sglang": on an SGLang engine."""
+    a = parse_arg(arg, debug=False, sampler="jax")
     c = ConfigDict()
     c.seed = 0
     c.tokenizer = f"{ASSETS}/tokenizer.json"
@@ -48,6 +49,7 @@ def get_config(arg: str = "") -> ConfigDict:
     )
     c.episode = dict(
         protocol="bash",
+        history="tokens",
         max_turns=6,
         max_context=192,
         max_reply=32,
@@ -60,11 +62,9 @@ def get_config(arg: str = "") -> ConfigDict:
         concurrency=64,
         max_attempts=3,
         max_infra_share=0.25,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
+        sampling=dict(temperature=1.0, top_p=1.0, top_k=0),
     )
-    c.engine = dict(kind="jax", slots=64, prefill_rows=8, prefill_buckets=(16, 64))
+    c.engine = dict(kind=a.sampler, slots=64, prefill_rows=8, prefill_buckets=(16, 64))
     c.fleet = dict(  # with engine.kind="sglang"
         server=dict(
             device="cpu",
@@ -75,6 +75,8 @@ def get_config(arg: str = "") -> ConfigDict:
             flags="",
         ),
         engines=1,
+        transfer="disk",  # "tensors": without files, see rollout/fleet.py
+        bucket_bytes=256 * 2**20,
         reply_timeout_s=60.0,
         control_timeout_s=60.0,
         probe_period_s=10.0,
@@ -109,8 +111,11 @@ def get_config(arg: str = "") -> ConfigDict:
         checkpoint_every=10,
         checkpoint_keep=2,
         parity_band=1e-4,  # largest engine gap in nats before the run stops
+        flips_every=10,
     )
-    c.evaluate = dict(attempts=1, temperature=1.0, top_p=1.0, top_k=0, before=True, after=True)
+    c.evaluate = dict(
+        attempts=1, sampling=dict(temperature=1.0, top_p=1.0, top_k=0), before=True, after=True
+    )
     c.sft = dict(
         tasks=6144,
         oracle_share=0.35,  # the rest imitates flawed scripts
@@ -121,6 +126,8 @@ def get_config(arg: str = "") -> ConfigDict:
         learning_rate=3e-3,
         checkpoint_every=500,
     )
+    if a.sampler == "sglang":
+        c.train.parity_band = 1e-3  # the same numbers, summed in another order
     if a.debug:
         c.initial_policy = ""
         c.model.update(num_layers=2, hidden_size=32, num_experts=4)

@@ -7,7 +7,6 @@ shares its batch and in whatever order requests arrive.
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import threading
 import time
@@ -20,29 +19,10 @@ import numpy as np
 from t1jax.model.config import ModelConfig
 from t1jax.model.decode import extend, init_cache, sample, uniforms
 from t1jax.slots import Request, Slot, SlotTable
-from t1jax.types import Sampled, SamplerError
+from t1jax.types import Sampled, SamplerError, Sampling
 
 ROWS = 8  # device shapes are multiples of this, so that a row's bits do not depend on its place
 PATIENCE = 8  # decode steps a prompt waits for others to fill a prefill call
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen; training needs top_p 1 and top_k 0. Raises ValueError for greedy decoding."""
-
-    temperature: float
-    top_p: float
-    top_k: int  # 0 = off
-
-    def __post_init__(self):
-        if not self.temperature > 0:
-            raise ValueError(
-                f"temperature {self.temperature} is not positive: log-probs mean nothing"
-            )
-        if not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError(
-                f"top_p={self.top_p}, top_k={self.top_k}: need 0 < top_p <= 1, top_k >= 0"
-            )
 
 
 class JaxSampler:
@@ -69,7 +49,7 @@ class JaxSampler:
         # A matrix product treats a last, partial group of rows in another way: shapes have whole groups.
         self._slots, self._prefill_rows = -(-slots // ROWS) * ROWS, -(-prefill_rows // ROWS) * ROWS
         self._stop = frozenset(stop_ids)
-        self._sampling = sampling.top_p, sampling.top_k, np.float32(sampling.temperature)
+        self.sampling = sampling
         self._seed, self._buckets = np.uint32(seed), tuple(prefill_buckets)
         self._device = jax.devices()[0]  # of those a trainer may use, one
         self._cache = jax.device_put(init_cache(config, self._slots, max_len), self._device)
@@ -81,9 +61,9 @@ class JaxSampler:
         self._worker.start()
 
     @property
-    def drifted(self) -> int:
+    def rewritten(self) -> int:
         """Cached tokens that a caller's stream did not repeat, so far: 0 where token ids are kept (TITO)."""
-        return self._table.drifted
+        return self._table.rewritten
 
     def load(self, params: dict, version: int) -> None:
         """Publishes weights; all that is cached is forgotten.
@@ -239,8 +219,9 @@ class JaxSampler:
             self._take(slot, int(ids[slot.index]), float(logprobs[slot.index]))
 
     def _call(self, function, *arguments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        drawn = self.sampling.top_p, self.sampling.top_k, np.float32(self.sampling.temperature)
         self._cache, out = function(
-            self.config, *self._sampling, self._seed, self._params, self._cache, *arguments
+            self.config, *drawn, self._seed, self._params, self._cache, *arguments
         )
         return jax.device_get(out)
 

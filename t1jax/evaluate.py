@@ -15,6 +15,7 @@ from ml_collections import config_flags
 
 from t1jax import command
 from t1jax.agent.chat import Chat
+from t1jax.agent.stitch import count
 from t1jax.agent.task import load_tasks
 from t1jax.checkpoint import load_params
 from t1jax.experiment import Experiment, read_experiment
@@ -24,19 +25,19 @@ from t1jax.rollout import store
 from t1jax.rollout.collect import Trial, collect
 from t1jax.run import abstract_policy, collect_config, make_chat, make_sampler
 from t1jax.sandbox.namespace import NamespaceSandbox
-from t1jax.types import Sampler, Task, Trajectory
+from t1jax.types import Engine, Task, Trajectory
 
 # Evaluation trials are numbered from here on: they never draw the randomness of a training one.
 FIRST_TRIAL = 1 << 30
 
 
 def evaluate(
-    experiment: Experiment, tasks: Sequence[Task], sampler: Sampler, chat: Chat
+    experiment: Experiment, tasks: Sequence[Task], sampler: Engine, chat: Chat
 ) -> list[Trajectory]:
     """`attempts` trials of every task, in order; the same randomness for every policy."""
     repeated = [task for task in tasks for _ in range(experiment.evaluate.attempts)]
     trials = [Trial(task, FIRST_TRIAL + i) for i, task in enumerate(repeated)]
-    config = collect_config(experiment, experiment.evaluate.temperature)
+    config = collect_config(experiment, sampler.sampling)
     with progress_bar() as bar:
         task = bar.add_task("evaluating", total=len(trials), note="")
         return asyncio.run(
@@ -52,20 +53,25 @@ def evaluate(
 
 
 def summarize(trajectories: Sequence[Trajectory]) -> dict:
-    """resolved (share), reward (mean), turns (mean), trials, and the first two per family.
+    """resolved (share), reward (mean), turns (mean), trials, and the first two per family; drift (sampled
+    ids that are not the sampler's own).
 
-    Trials that were given up (reward None) count nowhere but in `given_up`.
+    Trials that were given up (reward None) count nowhere but in `given_up`. The first chunk of a trial
+    stands for it.
     """
+    drift = count(trajectories).drifted
+    turns = sum(len(t.turns) for t in trajectories if t.reward is not None)
     given_up = sum(t.reward is None for t in trajectories)
-    trajectories = [t for t in trajectories if t.reward is not None]
+    trajectories = [t for t in trajectories if t.reward is not None and t.chunk == 0]
     families = defaultdict(list)
     for trajectory in trajectories:
         families[trajectory.family].append(trajectory)
     return {
         **_scores(trajectories),
-        "turns": sum(len(t.turns) for t in trajectories) / len(trajectories),
+        "turns": turns / len(trajectories),
         "trials": len(trajectories),
         "given_up": given_up,
+        "drift": drift,
         "families": {name: _scores(families[name]) for name in sorted(families)},
     }
 
@@ -97,7 +103,7 @@ def main() -> None:
     chat = make_chat(experiment)
     params = load_params(Path(CHECKPOINT.value), abstract_policy(experiment))
     out = command.workdir_path(OUT.value)
-    sampler = make_sampler(experiment, chat, experiment.evaluate, out / "engines")
+    sampler = make_sampler(experiment, chat, experiment.evaluate.sampling, out / "engines")
     try:
         sampler.load(params, 0)
         sampler.warm_up()

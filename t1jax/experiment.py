@@ -15,13 +15,14 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from t1jax.agent.episode import EpisodeLimits
+from t1jax.agent.episode import EpisodeConfig
 from t1jax.files import write_json
 from t1jax.mesh import MeshConfig
 from t1jax.model.config import ModelConfig
 from t1jax.ppo.optim import OptimConfig
 from t1jax.ppo.step import PPOConfig
 from t1jax.rollout.fleet import FleetConfig
+from t1jax.types import Sampling
 
 
 class ConfigError(ValueError):
@@ -40,21 +41,12 @@ class TaskConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class EpisodeConfig(EpisodeLimits):
-    """The limits of an episode, and how the model speaks: "bash" or "terminus"."""
-
-    protocol: Literal["bash", "terminus"]
-
-
-@dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     trials: int
     concurrency: int
     max_attempts: int
     max_infra_share: float
-    temperature: float
-    top_p: float
-    top_k: int
+    sampling: Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +73,13 @@ class TrainConfig:
     checkpoint_every: int
     checkpoint_keep: int
     parity_band: float
+    flips_every: int  # steps between two counts of the experts that free routing chooses otherwise
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
     attempts: int
-    temperature: float
-    top_p: float
-    top_k: int
+    sampling: Sampling
     before: bool
     after: bool
 
@@ -118,7 +109,8 @@ POSITIVE = (
         "ppo.microbatch",
     ),
     *("train.steps", "train.checkpoint_every", "train.checkpoint_keep", "train.parity_band"),
-    *("evaluate.attempts", "evaluate.temperature", "evaluate.top_p", "sft.tasks", "sft.row_length"),
+    "train.flips_every",
+    *("evaluate.attempts", "sft.tasks", "sft.row_length"),
     *("sft.batch", "sft.steps", "sft.learning_rate", "sft.checkpoint_every"),
 )
 
@@ -166,10 +158,14 @@ class Experiment:
                 f"rollout.concurrency={self.rollout.concurrency} exceeds engine.slots="
                 f"{self.engine.slots}: trials would wait for a slot on their own time"
             )
-        if self.rollout.temperature <= 0 or self.rollout.top_p != 1 or self.rollout.top_k:
+        if self.rollout.sampling.top_p != 1 or self.rollout.sampling.top_k:
             raise ConfigError(
-                "rollout: training needs temperature > 0, top_p = 1 and top_k = 0: the trainer's "
-                "log-probs are those of the whole distribution"
+                "rollout.sampling: training needs top_p = 1 and top_k = 0: the trainer's log-probs are "
+                "those of the whole distribution"
+            )
+        if self.episode.history != "tokens" and not self.chat_template:
+            raise ConfigError(
+                f"episode.history={self.episode.history} renders a chat_template: name one"
             )
         if not self.episode.command_timeout_s < self.episode.agent_timeout_s:
             raise ConfigError("episode: command_timeout_s must be below agent_timeout_s")
@@ -214,15 +210,19 @@ def write_config(config: ConfigDict, workdir: Path) -> None:
     write_json(path, new)
 
 
-def parse_arg(arg: str | None, **defaults: bool) -> Any:
-    """Reads "name,name" behind a config file's colon into switches. Raises ValueError for an unknown one."""
-    names = [name for name in (arg or "").split(",") if name]
-    unknown = [name for name in names if name not in defaults]
-    if unknown:
-        raise ValueError(
-            f"unknown config argument {unknown[0]!r}; there are: {', '.join(defaults)}"
-        )
-    return types.SimpleNamespace(**{name: name in names for name in defaults})
+def parse_arg(arg: str | None, **defaults: bool | str) -> Any:
+    """Reads "switch,name=value" behind a config file's colon. Raises ValueError for what there is none of.
+
+    `defaults`: False for a switch, a text for a value.
+    """
+    out = dict(defaults)
+    for part in filter(None, (arg or "").split(",")):
+        name, equals, value = part.partition("=")
+        if name not in out or isinstance(out[name], str) != bool(equals):
+            there = [name if value is False else f"{name}=..." for name, value in defaults.items()]
+            raise ValueError(f"unknown config argument {part!r}; there are: {', '.join(there)}")
+        out[name] = value if equals else True
+    return types.SimpleNamespace(**out)
 
 
 def _read(kind: Any, value: Any, place: str) -> Any:

@@ -1,5 +1,6 @@
 """What the mains build alike from an Experiment: task pools, sampler, collector settings, first state."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import grain
@@ -12,17 +13,17 @@ from t1jax.agent.generate import Split, generate
 from t1jax.agent.task import load_tasks
 from t1jax.agent.template import TemplateError
 from t1jax.checkpoint import load_params
-from t1jax.engine import JaxSampler, Sampling
-from t1jax.experiment import ConfigError, EvaluateConfig, Experiment, RolloutConfig
+from t1jax.engine import JaxSampler
+from t1jax.experiment import ConfigError, Experiment
 from t1jax.mesh import replicate
-from t1jax.model.hf import by_path, export_params
+from t1jax.model.hf import by_path, export_params, export_tensors
 from t1jax.model.lm import init_policy, init_value, token_logp
 from t1jax.ppo.optim import make_optimizer
 from t1jax.ppo.step import TrainState, init_state
 from t1jax.rollout.collect import CollectConfig
 from t1jax.rollout.fleet import Fleet
 from t1jax.rollout.sglang import EngineModel, Settings
-from t1jax.types import Engine, Task
+from t1jax.types import Engine, Sampling, Task
 
 
 def load_pool(experiment: Experiment, split: Split, workdir: Path) -> list[Task]:
@@ -48,7 +49,8 @@ def make_chat(experiment: Experiment) -> Chat:
             f"tokenizer {experiment.tokenizer} does not exist: run from the project's root"
         )
     try:
-        chat = Chat(experiment.tokenizer, experiment.chat_template or None)
+        appends = experiment.episode.history == "tokens"
+        chat = Chat(experiment.tokenizer, experiment.chat_template or None, appends)
     except TemplateError as error:
         raise ConfigError(f"chat_template {experiment.chat_template}: {error}") from error
     except Exception as error:  # the tokenizers library raises plain Exception
@@ -61,9 +63,7 @@ def make_chat(experiment: Experiment) -> Chat:
     return chat
 
 
-def make_sampler(
-    experiment: Experiment, chat: Chat, sampling: RolloutConfig | EvaluateConfig, folder: Path
-) -> Engine:
+def make_sampler(experiment: Experiment, chat: Chat, sampling: Sampling, folder: Path) -> Engine:
     """The configured engine; it has no weights yet. `folder`: for a fleet's logs and weights."""
     if experiment.engine.kind == "sglang":
         return make_fleet(experiment, chat, sampling, folder)
@@ -75,20 +75,15 @@ def make_sampler(
         prefill_rows=engine.prefill_rows,
         prefill_buckets=engine.prefill_buckets,
         seed=experiment.seed,
-        sampling=Sampling(sampling.temperature, sampling.top_p, sampling.top_k),
+        sampling=sampling,
         stop_ids=chat.stop_ids,
     )
 
 
-def make_fleet(
-    experiment: Experiment, chat: Chat, sampling: RolloutConfig | EvaluateConfig, folder: Path
-) -> Fleet:
+def make_fleet(experiment: Experiment, chat: Chat, sampling: Sampling, folder: Path) -> Fleet:
     """SGLang servers of the policy. Their proof of a load is the trainer's log-probs of a probe."""
     model, fleet = experiment.model, experiment.fleet
     settings = Settings(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
         stop_ids=chat.stop_ids,
         reply_timeout_s=fleet.reply_timeout_s,
         control_timeout_s=fleet.control_timeout_s,
@@ -105,20 +100,22 @@ def make_fleet(
     def export(params: dict, out: Path) -> None:
         export_params(by_path(params), model, out, dtype=fleet.server.dtype)
 
+    def tensors(params: dict) -> Iterator[tuple[str, np.ndarray]]:
+        return export_tensors(by_path(params), model, fleet.server.dtype)
+
     def probe(params: dict, tokens: np.ndarray) -> np.ndarray:
         row = tokens[None]
         place = np.arange(len(tokens), dtype=np.int32)[None], np.ones_like(row)
         found, _, _ = score(model, params, row, *place, None, np.ones(1, np.float32))
         return np.asarray(found)[0, 1:]
 
-    return Fleet(fleet, served, settings, export, probe, folder)
+    return Fleet(fleet, served, settings, sampling, export, tensors, probe, folder)
 
 
-def collect_config(experiment: Experiment, temperature: float) -> CollectConfig:
+def collect_config(experiment: Experiment, sampling: Sampling) -> CollectConfig:
     return CollectConfig(
-        protocol=experiment.episode.protocol,
-        limits=experiment.episode,
-        temperature=temperature,
+        episode=experiment.episode,
+        temperature=sampling.temperature,
         reward_kind=experiment.reward.kind,
         reward_scale=experiment.reward.scale,
         concurrency=experiment.rollout.concurrency,

@@ -97,8 +97,7 @@ def run_scripts(experiment: Experiment, chat: Chat, workdir: Path) -> tuple[list
     tasks = load_tasks(workdir / "tasks")
     sampler = ScriptSampler(chat, dict(enumerate(choose_scripts(experiment))))
     config = CollectConfig(
-        protocol="bash",
-        limits=experiment.episode,
+        episode=dataclasses.replace(experiment.episode, protocol="bash", history="tokens"),
         temperature=1.0,
         reward_kind="binary",
         reward_scale=1.0,

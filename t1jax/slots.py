@@ -54,14 +54,14 @@ class Slot:
 class SlotTable:
     """A request waits for a slot, reads its stream, decodes its reply, and leaves.
 
-    `drifted` counts tokens a slot had read that the trial's next stream did not repeat.
+    `rewritten` counts tokens a slot had read that the trial's next stream did not repeat.
     """
 
     def __init__(self, slots: int, rows: int, buckets: Sequence[int], patience: int):
         self.waiting: list[Request] = []  # oldest first, as the other two
         self.reading: list[Slot] = []
         self.decoding: list[Slot] = []
-        self.drifted = 0
+        self.rewritten = 0
         self._rows, self._buckets, self._patience = rows, sorted(buckets), patience
         self._free = list(range(slots))
         self._held: dict[int, Slot] = {}  # by trial
@@ -135,7 +135,7 @@ class SlotTable:
         if slot.read:
             n = min(slot.read, len(request.tokens))
             same = int(np.cumprod(slot.tokens[:n] == request.tokens[:n]).sum())
-            self.drifted += slot.read - same
+            self.rewritten += slot.read - same
             whole = same == slot.read < len(request.tokens)
             if not whole or request.experts_start < slot.read:
                 slot.tokens = request.tokens[:0]

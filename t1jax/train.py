@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from t1jax import command
+from t1jax.agent.stitch import count
 from t1jax.batch import make_batch, pick_bucket
 from t1jax.checkpoint import Checkpoints, save_params
 from t1jax.evaluate import evaluate, summarize, table
@@ -29,7 +30,7 @@ from t1jax.mesh import make_mesh
 from t1jax.metrics import MetricsWriter, read_metrics
 from t1jax.plot import plot_run
 from t1jax.ppo.optim import make_optimizer
-from t1jax.ppo.step import make_measure, make_score, make_train_step, rotate
+from t1jax.ppo.step import make_flips, make_measure, make_score, make_train_step, rotate
 from t1jax.progress import progress_bar
 from t1jax.publish import publish
 from t1jax.rollout import store
@@ -55,11 +56,13 @@ def train(experiment: Experiment, workdir: Path) -> dict:
     first, elapsed = (found.step, found.host["elapsed_s"]) if found else (0, 0.0)
     print(f"{'resuming at' if found else 'starting at'} step {first} of {c.steps}", file=sys.stderr)
 
-    sampler = make_sampler(experiment, chat, experiment.rollout, workdir / "engines")
+    sampler = make_sampler(experiment, chat, experiment.rollout.sampling, workdir / "engines")
     writer = MetricsWriter(workdir, first - 1 if found else None)
-    store.drop_after(workdir / "trajectories", first - 1)
+    for folder in ("trajectories", "advantages"):
+        store.drop_after(workdir / folder, first - 1)
     score = make_score(experiment.model, experiment.ppo, mesh)
     measure = make_measure(experiment.model, experiment.ppo, mesh)
+    flips = make_flips(experiment.model, experiment.ppo, mesh)
     train_step = make_train_step(
         experiment.model,
         experiment.ppo,
@@ -74,12 +77,11 @@ def train(experiment: Experiment, workdir: Path) -> dict:
         if name == "before" and first and not path.exists():
             raise ConfigError(f"{path} is gone, and the run is past its beginning: restore it")
         if not path.exists():
-            evaluator = make_sampler(experiment, chat, experiment.evaluate, workdir / "engines")
-            publish(state.behaviour, int(state.step), evaluator)
-            evaluator.warm_up()
-            result = summarize(evaluate(experiment, held_out, evaluator, chat))
-            write_json(path, result | {"drift": evaluator.drifted})
-            evaluator.close()
+            sampler.sampling = experiment.evaluate.sampling
+            publish(state.behaviour, int(state.step), sampler)
+            sampler.warm_up()
+            write_json(path, summarize(evaluate(experiment, held_out, sampler, chat)))
+            sampler.sampling = experiment.rollout.sampling
         return json.loads(path.read_text())
 
     try:
@@ -93,7 +95,7 @@ def train(experiment: Experiment, workdir: Path) -> dict:
             for step in range(first, c.steps):
                 clock = Clock()
                 warm = step >= c.warmup_steps
-                drifted = sampler.drifted
+                rewritten = sampler.rewritten
                 trajectories = roll_out(experiment, pool, step, sampler, chat)
                 clock.lap("rollout")
                 store.write_step(workdir / "trajectories", step, trajectories)
@@ -101,12 +103,17 @@ def train(experiment: Experiment, workdir: Path) -> dict:
                 if not trained:
                     raise CollectError(f"step {step}: no trial got a single reply in its time")
                 length = pick_bucket([len(t.tokens) for t in trained], c.buckets)
-                batch = make_batch(trained, length, experiment.rollout.trials)
+                # A trial of several chunks has several rows: whole multiples keep the shapes few.
+                rows = -(-len(trained) // experiment.rollout.trials) * experiment.rollout.trials
+                batch = make_batch(trained, length, rows)
                 advantages = jax.block_until_ready(score(state, batch))
                 clock.lap("score")
                 check_parity(c.parity_band, advantages.old_logp, batch, step)
+                inferred = vars(jax.device_get(advantages))
+                store.write_advantages(workdir / "advantages", step, trained, inferred)
+                moved = flips(state, batch) if step % c.flips_every == 0 else {}
                 state, metrics = train_step(state, batch, advantages, warm)
-                metrics = jax.device_get(metrics | measure(state, batch, advantages))
+                metrics = jax.device_get(metrics | moved | measure(state, batch, advantages))
                 check_finite(metrics["guard/nonfinite"], step)
                 clock.lap("train")
                 if warm:
@@ -114,7 +121,7 @@ def train(experiment: Experiment, workdir: Path) -> dict:
                 publish(state.behaviour, step + 1, sampler)
                 clock.lap("publish")
                 metrics |= rollout_metrics(trajectories)
-                metrics["tito/drift"] = sampler.drifted - drifted
+                metrics["tito/rewritten"] = sampler.rewritten - rewritten
                 writer.write(step, metrics | clock.seconds())
                 done = step + 1
                 if done % c.checkpoint_every == 0 or done == c.steps:
@@ -128,7 +135,6 @@ def train(experiment: Experiment, workdir: Path) -> dict:
         sampler.close()
         writer.close()
     history = read_metrics(workdir)
-    drift = sum(line["tito/drift"] for line in history)
     for path in plot_run(workdir):
         print(f"wrote {path}", file=sys.stderr)
     if before and after:
@@ -137,7 +143,8 @@ def train(experiment: Experiment, workdir: Path) -> dict:
         "eval_before": before,
         "eval_after": after,
         "gap": max((line["gap/engine_max"] for line in history), default=0.0),
-        "drift": drift + sum(e["drift"] for e in (before, after) if e),
+        "drift": sum(line["tito/drift"] for line in history)
+        + sum(e["drift"] for e in (before, after) if e),
         "seconds": round(elapsed + time.time() - started),
     }
 
@@ -146,32 +153,38 @@ def roll_out(experiment: Experiment, pool, step: int, sampler, chat) -> list[Tra
     """The trials of one step, in a fixed order."""
     n = experiment.rollout.trials
     trials = [Trial(pool[i], i) for i in range(step * n, (step + 1) * n)]
-    config = collect_config(experiment, experiment.rollout.temperature)
+    config = collect_config(experiment, sampler.sampling)
     return asyncio.run(collect(trials, NamespaceSandbox.start, sampler, chat, config))
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     """What the trials were like: rewards, endings, sizes. Trials given up count in `agent/given_up` only."""
-    scored = [t for t in trajectories if t.reward is not None]
+    audit = count(trajectories)
+    chunks = [t for t in trajectories if t.reward is not None]
+    turns = [turn for t in chunks for turn in t.turns]
+    trajectories = [t for t in trajectories if t.chunk == 0]  # one for each trial
+    scored = [t for t in chunks if t.chunk == 0]
     rewards = np.array([t.reward for t in scored], np.float64)
     families = defaultdict(list)
     for t in scored:
         families[t.family].append(t.resolved)
     endings = Counter(t.status for t in scored)
-    turns = [turn for t in scored for turn in t.turns]
     n = len(scored)
     metrics = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
         "resolved/all": np.mean([t.resolved for t in scored]),
         "agent/turns": len(turns) / n,
-        "agent/tokens": np.mean([len(t.tokens) for t in scored]),
+        "agent/tokens": sum(len(t.tokens) for t in chunks) / n,
+        "agent/chunks": len(chunks) / n,
         "agent/sampled_tokens": sum(len(turn.sampled) for turn in turns) / n,
         "agent/malformed": sum(turn.action == "malformed" for turn in turns) / n,
         "agent/refilled": sum(t.attempt for t in trajectories) / len(trajectories),
         "agent/given_up": (len(trajectories) - n) / len(trajectories),
-        "r3/rows_missing": sum(max(len(t.tokens) - 1, 0) - len(t.experts) for t in scored),
+        "r3/rows_missing": sum(max(len(t.tokens) - 1, 0) - len(t.experts) for t in chunks),
+        "tito/drift": audit.drifted,
     }
+    metrics |= {f"tito/{join}": number for join, number in sorted(audit.joins.items())}
     metrics |= {f"resolved/{name}": np.mean(values) for name, values in sorted(families.items())}
     metrics |= {f"ending/{name}": count / n for name, count in sorted(endings.items())}
     return {name: float(value) for name, value in metrics.items()}

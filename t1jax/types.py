@@ -6,6 +6,7 @@ Row t of every per-token array belongs to token t: `sampled[t]` says that the po
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -60,6 +61,7 @@ class Sampled:
 
     ids i32[S], logprobs f32[S] (of the sampled ids, after temperature), experts u8|u16[R, L, K]: the rows
     [experts_start, N-1) of the whole stream, N = context + S. finish "length" means cut by max_new.
+    `digest` is taken of the ids where the sampler makes this record: what an audit compares with.
     """
 
     ids: np.ndarray
@@ -69,7 +71,20 @@ class Sampled:
     finish: Literal["stop", "length", "abort"]
     version: int
     seconds: float
+    digest: str = dataclasses.field(init=False)
 
+    def __post_init__(self):
+        object.__setattr__(self, "digest", digest(self.ids))
+
+
+def digest(ids: np.ndarray) -> str:
+    """16 hexadecimal digits that tell whether ids i32[S] are still those a sampler returned."""
+    data = np.ascontiguousarray(ids, "<i4").tobytes()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+# How a turn continues the one before it; "split" begins a chunk. See agent/stitch.py.
+Join = Literal["strict", "normalized", "retokenized", "split"]
 
 Status = Literal[
     "submitted",  # the agent said it was done
@@ -87,6 +102,7 @@ class Turn:
     """One exchange: tokens *new* to the model (`context`), its reply, and what the sandbox answered.
 
     context i32[C], sampled i32[S], logprobs f32[S]. `action` is "command", "submit" or "malformed".
+    `digest` is that of the reply as the sampler returned it; `drop` is (s, u) of a normalized join.
     """
 
     context: np.ndarray
@@ -98,6 +114,14 @@ class Turn:
     command: str | None
     result: ExecResult | None
     seconds: float
+    digest: str
+    join: Join
+    drop: tuple[int, int] = (0, 0)
+
+    @property
+    def drifted(self) -> int:
+        """How many of the ids marked as sampled are not the sampler's own: 0 under TITO."""
+        return 0 if digest(self.sampled) == self.digest else len(self.sampled)
 
     def __post_init__(self):
         if len(self.sampled) != len(self.logprobs):
@@ -222,6 +246,25 @@ class SamplerError(RuntimeError):
     """The sampler itself failed (engine gone, no answer): an infrastructure error."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; training needs top_p 1 and top_k 0. Raises ValueError for greedy decoding."""
+
+    temperature: float
+    top_p: float
+    top_k: int  # 0 = off
+
+    def __post_init__(self):
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature {self.temperature} is not positive: log-probs mean nothing"
+            )
+        if not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError(
+                f"top_p={self.top_p}, top_k={self.top_k}: need 0 < top_p <= 1, top_k >= 0"
+            )
+
+
 class Sampler(Protocol):
     """What produces tokens: the embedded engine.JaxSampler or an SGLang client."""
 
@@ -248,7 +291,8 @@ class Engine(Sampler, Protocol):
     """A sampler that a run feeds with weights."""
 
     version: int  # of the weights loaded; -1 before the first
-    drifted: int  # tokens of earlier turns that a caller's stream did not repeat: 0 under TITO
+    sampling: Sampling  # may be set while no request is in flight
+    rewritten: int  # tokens it had read or said that the trial's next stream did not repeat
 
     def load(self, params: Any, version: int) -> None:
         """Publishes weights; all that is cached under older ones is forgotten.

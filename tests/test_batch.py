@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from t1jax.batch import make_batch, pick_bucket
-from t1jax.types import Trajectory, Turn
+from t1jax.types import Trajectory, Turn, digest
 
 LAYERS, TOP_K = 2, 2
 
@@ -20,6 +20,8 @@ def turn(context, sampled, logprobs, version=0):
         command="true",
         result=None,
         seconds=0.0,
+        digest=digest(np.array(sampled, np.int32)),
+        join="strict",
     )
 
 

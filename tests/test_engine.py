@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from t1jax import engine
-from t1jax.engine import JaxSampler, Sampling
+from t1jax.engine import JaxSampler
 from t1jax.model.config import ModelConfig
 from t1jax.model.lm import init_policy, token_logp
+from t1jax.types import Sampling
 
 CONFIG = ModelConfig(
     vocab_size=48,
@@ -170,7 +171,7 @@ def test_seed_trial_and_turn_choose_the_sample(make_sampler):
 def test_logprobs_and_experts_are_the_trainers(make_sampler, params):
     sampler = make_sampler()
     streams = asyncio.run(run_trials(sampler, range(8)))
-    assert sampler.drifted == 0
+    assert sampler.rewritten == 0
     different, total = 0, 0
     for stream in streams:
         assert stream.experts.dtype == np.uint8
@@ -240,7 +241,7 @@ def test_a_stream_that_does_not_go_on_is_read_anew(make_sampler, params):
         return changed, second, again
 
     changed, second, again = asyncio.run(run())
-    assert sampler.drifted == 1  # first.ids[2]: the reply's last id was not read
+    assert sampler.rewritten == 1  # first.ids[2]: the reply's last id was not read
     np.testing.assert_array_equal(again.experts[5:], second.experts[: len(changed) - 5])
     stream = Stream(
         np.concatenate([changed, second.ids]),
@@ -262,7 +263,7 @@ def test_rows_asked_for_once_more_are_returned(make_sampler):
 
     reply = asyncio.run(run())
     assert (reply.experts_start, len(reply.experts)) == (3, 18 + 4 - 1 - 3)
-    assert sampler.drifted == 0
+    assert sampler.rewritten == 0
 
 
 @pytest.mark.parametrize(
@@ -346,7 +347,7 @@ def test_cancelling_frees_the_slot_for_the_next_trial(make_sampler):
 
     reply, again = asyncio.run(run())
     assert len(reply.ids) == len(again.ids) == 80
-    assert sampler.drifted == 0
+    assert sampler.rewritten == 0
 
 
 def test_a_trial_has_one_request_at_a_time(make_sampler):

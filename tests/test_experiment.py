@@ -31,8 +31,8 @@ def test_every_sweep_point_resolves():
         ("train.steps", "many", "train.steps = 'many' is not int"),
         ("train.steps", True, "train.steps = True is not int"),
         ("reward.kind", "best", "reward.kind = 'best' is not"),
-        ("rollout.top_p", 0.9, "top_p = 1"),
-        ("rollout.temperature", 0.0, "temperature > 0"),
+        ("rollout.sampling.top_p", 0.9, "top_p = 1"),
+        ("rollout.sampling.temperature", 0.0, "rollout.sampling: temperature 0.0 is not positive"),
         ("episode.command_timeout_s", 100.0, "command_timeout_s must be below"),
         ("ppo.microbatch", 7, "must divide"),
         ("episode.max_context", 4096, "does not fit"),
@@ -44,7 +44,8 @@ def test_every_sweep_point_resolves():
         ("rollout.concurrency", 0, "rollout.concurrency = 0 must be positive"),
         ("rollout.concurrency", 65, "exceeds engine.slots"),
         ("train.checkpoint_every", 0, "train.checkpoint_every = 0 must be positive"),
-        ("evaluate.temperature", 0.0, "evaluate.temperature = 0.0 must be positive"),
+        ("evaluate.sampling.top_p", 0.0, "evaluate.sampling: top_p=0.0"),
+        ("episode.history", "stitched", "renders a chat_template: name one"),
         ("engine.prefill_rows", 0, "engine.prefill_rows = 0 must be positive"),
         ("model.num_experts", 0, "model: num_experts=0 must be at least 1"),
         ("sft.row_length", 64, "sft.row_length must hold"),
@@ -77,5 +78,8 @@ def test_a_folder_keeps_to_one_configuration(tmp_path):
 def test_arguments_of_a_config_file():
     assert parse_arg("debug", debug=False, wide=False).debug is True
     assert parse_arg(None, debug=False).debug is False
-    with pytest.raises(ValueError, match="'dbug'"):
-        parse_arg("dbug", debug=False)
+    a = parse_arg("sampler=sglang,debug", debug=False, sampler="jax")
+    assert (a.debug, a.sampler) == (True, "sglang")
+    for wrong in ("dbug", "debug=1", "sampler", "sample=x"):
+        with pytest.raises(ValueError, match=f"'{wrong}'; there are: debug, sampler=..."):
+            parse_arg(wrong, debug=False, sampler="jax")

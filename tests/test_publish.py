@@ -4,10 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from t1jax.engine import JaxSampler, Sampling
+from t1jax.engine import JaxSampler
 from t1jax.model.config import ModelConfig
 from t1jax.model.lm import init_policy
 from t1jax.publish import publish
+from t1jax.types import Sampling
 
 CONFIG = ModelConfig(
     vocab_size=32,

@@ -70,7 +70,7 @@ def next_turn(tokens, experts_start=4):
     read_and_leave(table, table.reading[0])
     table.waiting.append(request(0, tokens, experts_start))
     table.admit()
-    return table.reading[0].request.first_row, table.drifted
+    return table.reading[0].request.first_row, table.rewritten
 
 
 def test_what_was_read_is_reused_only_where_the_stream_goes_on():

@@ -3,11 +3,14 @@
 Special tokens are put in by id, and the text between them is encoded by a tokenizer that knows none of
 them. So a file that holds "<|im_end|>" is read as ten harmless characters and cannot end a message. The
 fixed text around the messages is ChatML as Qwen writes it (thinking disabled), or that of a model's own
-chat template, which is then proven to be append-only.
+chat template, which is then proven to be append-only. A template that is not can only be rendered anew each
+turn (`render`; see agent/history.py).
 """
 
+import functools
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +21,27 @@ from t1jax.agent.template import CHATML, TemplateError, learn, probe, read_templ
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
 
+def _byte_characters() -> dict[str, str]:
+    """How byte-level tokenizers write a byte (GPT-2): printable ones as they are, others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    written = {chr(b): chr(b) for b in printable}
+    return written | {chr(0x100 + i): chr(b) for i, b in enumerate(others)}
+
+
+BYTES = _byte_characters()
+
+
 class Chat:
     """Encodes the parts of a conversation. Never truncates; the cost is linear in the new text.
 
     Built from a `tokenizer.json` (tokenizers library) that knows the five Qwen tokens, and optionally a
     chat template (see template.read_template). Raises ValueError naming the file and what it lacks, or
-    TemplateError where the template rewrites what came before.
+    TemplateError where the template rewrites what came before, unless it is only to be rendered
+    (`appends` False).
     """
 
-    def __init__(self, path: str | Path, template: str | Path | None = None):
+    def __init__(self, path: str | Path, template: str | Path | None = None, appends: bool = True):
         data = json.loads(Path(path).read_text())
         data["truncation"] = data["padding"] = None
         self._all = Tokenizer.from_str(json.dumps(data))
@@ -39,7 +54,9 @@ class Chat:
         added = self._all.get_added_tokens_decoder()
         self._added = np.fromiter(added, np.int32)
         self._specials = {token.content: i for i, token in added.items()}
-        source = read_template(Path(template)) if template else None
+        source = self._template = read_template(Path(template)) if template else None
+        if not appends:
+            return
         pieces = learn(source) if source else CHATML
         self._system, self._user, self._observation, self._reply = map(self._split, pieces)
         if self._observation[:1] != [self._end]:
@@ -72,6 +89,36 @@ class Chat:
     def reply(self, text: str) -> np.ndarray:
         """i32[S]: a reply written by hand, closed by <|im_end|>."""
         return self._join(text, self._end)
+
+    def render(self, messages: Sequence[dict[str, str]]) -> np.ndarray:
+        """i32[N]: a whole conversation as the template writes it, up to the next reply.
+
+        A special token in a message of anyone but the assistant is broken up, so that it is read as text.
+        """
+        names = "|".join(map(re.escape, self._specials))
+        harmless = [
+            m
+            if m["role"] == "assistant"
+            else m | {"content": re.sub(names, lambda x: x[0][0] + " " + x[0][1:], m["content"])}
+            for m in messages
+        ]
+        return np.array(self._encode_all(self._template.render(harmless)), np.int32)
+
+    def reply_text(self, ids: np.ndarray) -> str:
+        """What a sampled reply says, without the id that ended it."""
+        stopped = len(ids) > 0 and ids[-1] in self.stop_ids
+        return self.decode(ids[:-1] if stopped else ids)
+
+    def pieces(self, ids: np.ndarray) -> list[str]:
+        """The bytes of each id as text of as many characters (latin-1): joined, the bytes of all."""
+        return [self._bytes[i] for i in ids.tolist()]
+
+    @functools.cached_property
+    def _bytes(self) -> dict[int, str]:
+        """The bytes of every id. A byte-level tokenizer writes them as the characters of BYTES."""
+        vocabulary = self._text.get_vocab(with_added_tokens=False)
+        out = {i: "".join(map(BYTES.__getitem__, token)) for token, i in vocabulary.items()}
+        return out | {i: token.encode().decode("latin-1") for token, i in self._specials.items()}
 
     def decode(self, ids) -> str:
         """The text of ids, special tokens spelt out; bytes that are no UTF-8 become U+FFFD."""

@@ -1,17 +1,19 @@
 """One episode: the policy and a sandbox in turns, until one of the named ends.
 
-Token ids are the source of truth: the stream only grows, by context ids that the chat encodes once and
-by the ids the sampler chose. Text is derived from it, never the other way round.
+What the sampler reads and the trainer gets is kept by a history (agent/history.py). By default token ids are
+the source of truth, and text is derived from them, never the other way round.
 """
 
 import asyncio
 import dataclasses
+import itertools
 import time
 
 import numpy as np
 
 from t1jax.agent.action import SYSTEM, Line, Malformed, Protocol, Submit, parse
 from t1jax.agent.chat import Chat
+from t1jax.agent.history import History, Joined, Kind, Said, make_history
 from t1jax.sandbox.output import Output
 from t1jax.types import (
     ExecResult,
@@ -30,9 +32,14 @@ SILENT = "ok"  # what the agent reads of a command that printed nothing
 
 
 @dataclasses.dataclass(frozen=True)
-class EpisodeLimits:
-    """Tokens, turns and seconds of one episode. Deadlines are layered: command < agent."""
+class EpisodeConfig:
+    """Tokens, turns and seconds of one episode, how the model speaks, and what is kept of that.
 
+    Deadlines are layered: command < agent.
+    """
+
+    protocol: Protocol
+    history: Kind
     max_turns: int
     max_context: int  # tokens of the whole stream
     max_reply: int  # tokens of one reply
@@ -46,23 +53,23 @@ async def run_episode(
     sandbox: Sandbox,
     sampler: Sampler,
     chat: Chat,
-    limits: EpisodeLimits,
-    protocol: Protocol,
+    config: EpisodeConfig,
     trial: int,
     attempt: int,
     temperature: float,
-) -> Trajectory:
-    """Runs one trial up to its end; the trajectory has no verdict yet.
+) -> list[Trajectory]:
+    """Runs one trial up to its end: a trajectory a chunk, without a verdict yet.
 
     A failing sandbox or sampler ends it with status "infra" and no further model calls; running out of
     time, turns or context keeps what was done. Cancellation passes through. The sampler is released.
     Raises ValueError when the sampler's records do not fit the stream.
     """
-    stream = _Stream(task, trial, attempt, temperature)
-    limit = min(limits.agent_timeout_s, task.agent_timeout_s)
+    record = _Record(task, trial, attempt, temperature)
+    history = make_history(config.history, chat, SYSTEM[config.protocol], task.instruction)
+    limit = min(config.agent_timeout_s, task.agent_timeout_s)
     try:
         async with asyncio.timeout(limit) as deadline:
-            status, cause = await _converse(stream, sandbox, sampler, chat, limits, protocol)
+            status, cause = await _converse(record, history, sandbox, sampler, chat, config)
     except (SandboxError, SamplerError, OSError) as error:  # a TimeoutError is an OSError
         if deadline.expired():
             status, cause = "timeout", f"the agent's {limit:g} s were over"
@@ -70,52 +77,54 @@ async def run_episode(
             status, cause = "infra", f"{type(error).__name__}: {error}"
     finally:
         await sampler.release(trial)
-    return stream.trajectory(status, cause)
+    return record.chunks(history, status, cause)
 
 
-async def _converse(stream, sandbox, sampler, chat, limits, protocol) -> tuple[str, str]:
+async def _converse(record, history, sandbox, sampler, chat, config) -> tuple[str, str]:
     """The turns of an episode; returns its status and cause."""
-    context = chat.opening(SYSTEM[protocol], stream.task.instruction)
     confirming = False
-    for _ in range(limits.max_turns):
-        room = limits.max_context - len(stream.tokens) - len(context)
+    for turn in range(config.max_turns):
+        prompt = history.prompt()
+        room = config.max_context - max(len(prompt), history.length)
         if room < 1:
-            return "context_full", f"{limits.max_context} tokens"
-        tokens = np.concatenate([stream.tokens, context])
+            return "context_full", f"{config.max_context} tokens"
         reply = await sampler.sample(
-            stream.trial, len(stream.turns), tokens, stream.rows, min(limits.max_reply, room)
+            record.trial, turn, prompt, history.rows, min(config.max_reply, room)
         )
-        stream.add(context, reply)
+        try:
+            joined = history.add(reply)
+        except ValueError as error:
+            raise ValueError(f"trial {record.trial}, turn {turn}: {error}") from None
+        record.add(joined, reply)
         if reply.finish == "abort":
             return "infra", "the sampler aborted the reply"
         if reply.finish == "length":
             return "length", f"a reply was cut at {len(reply.ids)} tokens"
-        stopped = len(reply.ids) > 0 and reply.ids[-1] in chat.stop_ids
-        action = parse(chat.decode(reply.ids[:-1] if stopped else reply.ids), protocol)
+        action = parse(chat.reply_text(reply.ids), config.protocol)
         if isinstance(action, Malformed):
-            stream.amend(action="malformed")
+            record.amend(action="malformed")
             text, confirming = action.message, False
         else:
             submit = isinstance(action, Submit)
             command = "\n".join(line.text for line in action.lines) or None
-            stream.amend(action="submit" if submit else "command", command=command)
-            text, result = await _run(sandbox, action.lines, limits)
-            stream.amend(result=result)
-            if submit and (confirming or protocol == "bash"):
+            record.amend(action="submit" if submit else "command", command=command)
+            text, result = await _run(sandbox, action.lines, config)
+            record.amend(result=result)
+            if submit and (confirming or config.protocol == "bash"):
                 return "submitted", ""
             confirming = submit
             text = f"{text}\n{CONFIRM}".strip() if submit else text or SILENT
-        context = chat.observation(text, closed=stopped and reply.ids[-1] == chat.stop_ids[0])
-    return "out_of_turns", f"{limits.max_turns} turns"
+        history.observe(text, closed=len(reply.ids) > 0 and reply.ids[-1] == chat.stop_ids[0])
+    return "out_of_turns", f"{config.max_turns} turns"
 
 
 async def _run(
-    sandbox: Sandbox, lines: tuple[Line, ...], limits: EpisodeLimits
+    sandbox: Sandbox, lines: tuple[Line, ...], config: EpisodeConfig
 ) -> tuple[str, ExecResult | None]:
     """Runs an action's lines in order; returns what the agent reads and the last line's result."""
     texts, result = [], None
     for line in lines:
-        seconds = min(line.wait_s or limits.command_timeout_s, limits.command_timeout_s)
+        seconds = min(line.wait_s or config.command_timeout_s, config.command_timeout_s)
         result = await sandbox.run(line.text, seconds)
         output = result.output.strip("\n")
         if result.exit_code:
@@ -123,40 +132,25 @@ async def _run(
         if output:
             texts.append(output)
     if len(texts) > 1:
-        together = Output(limits.max_output_bytes)
+        together = Output(config.max_output_bytes)
         together.add("\n".join(texts).encode())
         return together.text(), result
     return "".join(texts), result
 
 
-class _Stream:
-    """The growing records of one trial; refuses whatever does not join exactly."""
+class _Record:
+    """What became of one trial, turn by turn."""
 
     def __init__(self, task: Task, trial: int, attempt: int, temperature: float):
         self.task, self.trial, self.attempt = task, trial, attempt
-        self.tokens = np.zeros(0, np.int32)
         self.turns: list[Turn] = []
-        self.rows = 0
-        self._temperature, self._experts = temperature, []
+        self._temperature = temperature
         self._started = self._lapped = time.monotonic()
 
-    def add(self, context: np.ndarray, reply: Sampled) -> None:
-        """Appends a reply and the context before it. Raises ValueError unless its experts join exactly.
-
-        A sampler may return rows that are held already (from `experts_start` on); those are dropped.
-        """
-        start, end = reply.experts_start, len(self.tokens) + len(context) + len(reply.ids) - 1
-        if not 0 <= start <= self.rows or start + len(reply.experts) != end:
-            raise ValueError(
-                f"trial {self.trial}, turn {len(self.turns)}: the sampler returned experts of tokens "
-                f"[{start}, {start + len(reply.experts)}), needed are [{self.rows}, {end})"
-            )
-        self._experts.append(reply.experts[self.rows - start :])
-        self.rows = end
-        self.tokens = np.concatenate([self.tokens, context, reply.ids]).astype(np.int32)
+    def add(self, joined: Joined, reply: Sampled) -> None:
         self.turns.append(
             Turn(
-                context=context,
+                context=joined.context,
                 sampled=reply.ids,
                 logprobs=reply.logprobs,
                 finish=reply.finish,
@@ -165,6 +159,9 @@ class _Stream:
                 command=None,
                 result=None,
                 seconds=self._lap(),
+                digest=reply.digest,
+                join=joined.join,
+                drop=joined.drop,
             )
         )
 
@@ -178,18 +175,30 @@ class _Stream:
         before, self._lapped = self._lapped, time.monotonic()
         return self._lapped - before
 
-    def trajectory(self, status: str, cause: str) -> Trajectory:
-        if self._experts:
-            experts = np.concatenate(self._experts)
-        else:
-            experts = np.zeros((0, 0, 0), np.uint8)
+    def chunks(self, history: History, status: str, cause: str) -> list[Trajectory]:
+        """One trajectory a chunk, at least one."""
+        if not self.turns:
+            return [self._chunk(0, [], np.zeros((0, 0, 0), np.uint8), status, cause)]
+        said = history.rewrite([Said(t.context, t.sampled, t.logprobs) for t in self.turns])
+        turns = [
+            dataclasses.replace(turn, **words._asdict())
+            for turn, words in zip(self.turns, said, strict=True)
+        ]
+        begins = [i for i, turn in enumerate(turns) if turn.join == "split"]
+        ranges = itertools.pairwise([*begins, len(turns)])
+        return [
+            self._chunk(n, turns[begin:end], experts, status, cause)
+            for n, ((begin, end), experts) in enumerate(zip(ranges, history.experts(), strict=True))
+        ]
+
+    def _chunk(self, number: int, turns, experts, status: str, cause: str) -> Trajectory:
         return Trajectory(
             task=self.task.name,
             family=self.task.family,
             trial=self.trial,
             attempt=self.attempt,
-            chunk=0,
-            turns=tuple(self.turns),
+            chunk=number,
+            turns=tuple(turns),
             experts=experts,
             status=status,
             cause=cause,

@@ -11,29 +11,29 @@ begin with p_i || a_i, the text was changed or encoded another way. The first ca
     split        none of them: p_{i+1} opens a new chunk of the same trial
 
 In every case the stream keeps p_i || a_i as the sampler had them, so a sampled id is never one that was encoded
-again. `boundary` is the rule for one turn, `Stitcher` the streams of a trial, `Audit` what is counted.
+again. `boundary` is the rule for one turn, `Stitcher` the streams of a trial, `count` what came of it.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
+
+from t1jax.types import Join, Trajectory
 
 MAX_PROMPT_DROP = 96  # s
 MAX_REPLY_DROP = 16  # u
 
-Case = Literal["strict", "normalized", "retokenized", "split"]
-Pieces = Callable[
-    [np.ndarray], list[str]
-]  # ids -> the text of each; joined, they are the text of all
+# ids -> the text of each; joined, they are the text of all.
+Pieces = Callable[[np.ndarray], list[str]]
 
 
 class Boundary(NamedTuple):
     """How p_{i+1} continues p_i || a_i: from `resume` on it is new. drop: (s, u), (0, 0) but for normalized."""
 
-    case: Case
+    case: Join
     resume: int
     drop: tuple[int, int] = (0, 0)
 
@@ -79,95 +79,90 @@ def _find_text(prompt, reply, after, pieces: Pieces) -> int | None:
     return None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Audit:
-    """What stitching did, over any number of trials.
+    """What became of the sampler's ids, over any number of trials.
 
-    cases: boundaries by case. drops: normalized ones by (s, u). sampled: ids in streams that are marked as
-    chosen by the policy; drifted: those of them that the sampler did not return, which must be 0.
+    joins: turns by how they continue the one before. drops: (s, u) of the normalized ones. sampled: ids marked
+    as chosen by the policy; drifted: those of them that are not the sampler's own (of turns whose digest
+    differs), which must be 0.
     """
 
-    cases: Counter = dataclasses.field(default_factory=Counter)
-    drops: Counter = dataclasses.field(default_factory=Counter)
-    sampled: int = 0
-    drifted: int = 0
+    joins: Counter
+    drops: Counter
+    sampled: int
+    drifted: int
 
     @property
     def drift(self) -> float:
         """Share of sampled positions that are not the sampler's own."""
         return self.drifted / max(self.sampled, 1)
 
-    def __add__(self, other: "Audit") -> "Audit":
-        return Audit(
-            self.cases + other.cases,
-            self.drops + other.drops,
-            self.sampled + other.sampled,
-            self.drifted + other.drifted,
-        )
 
-
-class Chunk(NamedTuple):
-    """One stream: context and reply of each turn, and the experts u8|u16[N-1, L, K] of its tokens.
-
-    parts: (context i32[C], reply i32[S], number of the turn) in order.
-    """
-
-    parts: list[tuple[np.ndarray, np.ndarray, int]]
-    experts: np.ndarray
+def count(trajectories: Iterable[Trajectory]) -> Audit:
+    """Counts all turns but those that open a trial, and all ids."""
+    joins, drops, sampled, drifted = Counter(), Counter(), 0, 0
+    for trajectory in trajectories:
+        for i, turn in enumerate(trajectory.turns):
+            if i or trajectory.chunk:
+                joins[turn.join] += 1
+            if turn.join == "normalized":
+                drops[turn.drop] += 1
+            sampled += len(turn.sampled)
+            drifted += turn.drifted
+    return Audit(joins, drops, sampled, drifted)
 
 
 class Stitcher:
-    """Collects the turns of one trial as (prompt, reply, experts) and joins them."""
+    """Joins the turns of one trial into streams, one a chunk: `read` a prompt, then `add` its reply."""
 
     def __init__(self, pieces: Pieces):
-        self.audit = Audit()
+        self.length = 0  # of the open chunk, with the prompt that was read last
         self._pieces = pieces
-        self._chunks: list[Chunk] = []
+        self._experts: list[np.ndarray] = []  # [N-1, L, K] of each chunk
         self._last: tuple[np.ndarray, np.ndarray] | None = None
+        self._prompt, self._join = np.zeros(0, np.int32), Boundary("split", 0)
 
-    def add(self, turn: int, prompt: np.ndarray, reply: np.ndarray, experts: np.ndarray) -> Case:
-        """One turn: what the sampler read and chose, and its experts [P + S - 1, L, K], row 0 on.
+    def read(self, prompt: np.ndarray) -> Boundary:
+        """How the prompt joins the open chunk: its ids from `resume` on are the turn's context."""
+        self._prompt, self._join = prompt, Boundary("split", 0)
+        if self._last is not None:
+            self._join = boundary(*self._last, prompt, self._pieces)
+        context = len(prompt) - self._join.resume
+        if self._join.case in ("normalized", "retokenized") and not context:
+            raise ValueError(
+                "nothing stands between the last reply and the next, so its last id, which was never read "
+                "as it is, would predict a sampled one"
+            )
+        self.length = context + (0 if self._join.case == "split" else self.length)
+        return self._join
+
+    def add(self, reply: np.ndarray, experts: np.ndarray) -> None:
+        """The ids chosen after the prompt, and the experts [P + S - 1, L, K] of both, row 0 on.
 
         Raises ValueError where the rows are not as many as that.
         """
-        rows = len(prompt) + len(reply) - 1
+        rows = len(self._prompt) + len(reply) - 1
         if len(experts) != rows:
-            raise ValueError(f"turn {turn}: {len(experts)} rows of experts, needed are {rows}")
-        if self._last is None:
-            join = Boundary("split", 0)
+            raise ValueError(f"{len(experts)} rows of experts, needed are {rows}")
+        if self._join.case == "split":
+            self._experts.append(experts)
         else:
-            join = boundary(*self._last, prompt, self._pieces)
-            self.audit.cases[join.case] += 1
-            if join.case == "normalized":
-                self.audit.drops[join.drop] += 1
-        context = prompt[join.resume :]
-        if join.case in ("normalized", "retokenized") and not len(context):
-            raise ValueError(
-                f"turn {turn}: nothing stands between the last reply and this one, so its last id, which "
-                "was never read as it is, would predict a sampled one"
-            )
-        if join.case == "split":
-            self._chunks.append(Chunk([(context, reply, turn)], experts))
-        else:
-            chunk = self._chunks[-1]
-            held = _bridge(chunk.experts, experts, join)
-            new = experts[join.resume :]
-            self._chunks[-1] = Chunk(
-                [*chunk.parts, (context, reply, turn)], np.concatenate([held, new])
-            )
-        self.audit.sampled += len(reply)
-        self._last = prompt, reply
-        return join.case
+            held = _bridge(self._experts[-1], experts, self._join)
+            self._experts[-1] = np.concatenate([held, experts[self._join.resume :]])
+        self.length += len(reply)
+        self._last = self._prompt, reply
 
-    def chunks(self) -> list[Chunk]:
-        return self._chunks
+    def experts(self) -> list[np.ndarray]:
+        """[N-1, L, K] of each chunk."""
+        return self._experts
 
 
 def _bridge(held: np.ndarray, experts: np.ndarray, join: Boundary) -> np.ndarray:
     """The rows of p_i || a_i, with one for its last id, which only the next prompt's pass has read.
 
     Under "strict" that row is the next prompt's own. A repaired boundary has none: it is copied from the id
-    before, which nothing learns from, as the id that follows is context (`add` checks that).
+    before, which nothing learns from, as the id that follows is context (`read` checks that).
     """
     if join.case == "strict":
         return np.concatenate([held, experts[join.resume - 1 : join.resume]])

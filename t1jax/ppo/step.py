@@ -169,6 +169,36 @@ def make_measure(config: ModelConfig, ppo: PPOConfig, mesh: Mesh) -> Callable:
     return measure
 
 
+def make_flips(config: ModelConfig, ppo: PPOConfig, mesh: Mesh) -> Callable:
+    """Returns flips(state, batch) -> metrics: the share of recorded experts that free routing leaves out.
+
+    Of the behaviour snapshot, which is the policy that the sampler ran: "r3/flips" over all layers, and
+    "r3/flips_layer_i". One more forward pass.
+    """
+
+    def flips(state: TrainState, batch: RolloutBatch) -> dict[str, jax.Array]:
+        flips_L = _flips(config, ppo, mesh, state.behaviour, batch)
+        layers = {f"flips_layer_{i}": share for i, share in enumerate(flips_L)}
+        return _room("r3", layers | {"flips": flips_L.mean()})
+
+    return flips
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _flips(config, ppo, mesh, params, batch):
+    """f32[L]."""
+
+    def rows(params, batch):
+        place = batch.tokens, batch.positions, batch.segments
+        _, _, free_BTLK = token_logp(config, params, *place, None, batch.temperature)
+        same = batch.experts[..., :, None] == free_BTLK[..., None, :]
+        return 1.0 - same.any(-1).mean(-1)
+
+    flips_BTL = map_rows(rows, params, batch, ppo.microbatch, mesh)
+    recorded_BT = batch.experts[..., 0, 0] >= 0
+    return jax.vmap(masked.mean, in_axes=(2, None))(flips_BTL, recorded_BT)
+
+
 def _policy_rows(config, ppo, params, batch):
     logp_BT, entropy_BT, _ = token_logp(
         config,

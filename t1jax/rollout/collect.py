@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
-from t1jax.agent.action import Protocol
 from t1jax.agent.chat import Chat
-from t1jax.agent.episode import EpisodeLimits, run_episode
+from t1jax.agent.episode import EpisodeConfig, run_episode
 from t1jax.agent.verify import reward, verify
 from t1jax.types import Sampler, Sandbox, SandboxError, Task, Trajectory
 
@@ -32,8 +31,7 @@ class Trial:
 class CollectConfig:
     """How trials are run; `reward_kind` and `reward_scale` as in agent/verify.py."""
 
-    protocol: Protocol
-    limits: EpisodeLimits
+    episode: EpisodeConfig
     temperature: float
     reward_kind: str
     reward_scale: float
@@ -48,10 +46,10 @@ async def collect(
     sampler: Sampler,
     chat: Chat,
     config: CollectConfig,
-    progress: Callable[[Trajectory], None] = lambda trajectory: None,
+    progress: Callable[[list[Trajectory]], None] = lambda chunks: None,
 ) -> list[Trajectory]:
-    """Runs all trials; returns their trajectories in the order of `trials`, each with a reward
-    but for those given up.
+    """Runs all trials; returns their trajectories in the order of `trials` and chunks, each with a reward
+    but for those given up. `progress` is told of every trial that has come to its end.
 
     A trial that had no room or no time for a single reply has a verdict and a reward, but no tokens to
     train on. An attempt without a reward is made again, with the same randomness; after `max_attempts`
@@ -61,28 +59,28 @@ async def collect(
     places = asyncio.Semaphore(config.concurrency)
     given_up: list[int] = []
 
-    async def finish(trial: Trial) -> Trajectory:
+    async def finish(trial: Trial) -> list[Trajectory]:
         for attempt in range(config.max_attempts):
             async with places:
-                trajectory = await run_trial(trial, attempt, make_sandbox, sampler, chat, config)
-            if trajectory.reward is not None:
+                chunks = await run_trial(trial, attempt, make_sandbox, sampler, chat, config)
+            if chunks[0].reward is not None:
                 break
         else:
             given_up.append(trial.number)
             if len(given_up) > config.max_infra_share * len(trials):
                 raise CollectError(
                     f"{len(given_up)} of {len(trials)} trials got no outcome in {config.max_attempts} "
-                    f"attempts, last trial {trial.number} ({trial.task.name}): {trajectory.cause}"
+                    f"attempts, last trial {trial.number} ({trial.task.name}): {chunks[0].cause}"
                 )
-        progress(trajectory)
-        return trajectory
+        progress(chunks)
+        return chunks
 
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(finish(trial)) for trial in trials]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
+    return [chunk for task in tasks for chunk in task.result()]
 
 
 async def run_trial(
@@ -92,19 +90,20 @@ async def run_trial(
     sampler: Sampler,
     chat: Chat,
     config: CollectConfig,
-) -> Trajectory:
-    """One attempt at one task, verified also where a limit ended it; reward None where there is no outcome."""
+) -> list[Trajectory]:
+    """One attempt at one task, verified also where a limit ended it; reward None where there is no outcome.
+
+    Verdict and reward are those of the trial: every chunk has them, undivided.
+    """
     arguments = (trial.number, attempt, config.temperature)
     try:
-        sandbox = await make_sandbox(trial.task, config.limits.max_output_bytes)
+        sandbox = await make_sandbox(trial.task, config.episode.max_output_bytes)
     except SandboxError as error:
-        return _without_start(trial.task, *arguments, str(error))
+        return [_without_start(trial.task, *arguments, str(error))]
     try:
-        trajectory = await run_episode(
-            trial.task, sandbox, sampler, chat, config.limits, config.protocol, *arguments
-        )
-        if trajectory.status == "infra":
-            return trajectory
+        chunks = await run_episode(trial.task, sandbox, sampler, chat, config.episode, *arguments)
+        if chunks[0].status == "infra":
+            return chunks
         verdict = await verify(trial.task, sandbox)
     finally:
         with contextlib.suppress(
@@ -112,8 +111,8 @@ async def run_trial(
         ):  # it is dead to us; its fork server ends it at the latest
             await sandbox.close()
     value = reward(verdict, config.reward_kind, config.reward_scale)
-    cause = trajectory.cause if value is not None else f"verifier: {verdict.cause}"
-    return dataclasses.replace(trajectory, verdict=verdict, reward=value, cause=cause)
+    cause = chunks[0].cause if value is not None else f"verifier: {verdict.cause}"
+    return [dataclasses.replace(c, verdict=verdict, reward=value, cause=cause) for c in chunks]
 
 
 def _without_start(task: Task, number: int, attempt: int, temperature: float, cause: str):

@@ -3,13 +3,14 @@
 `trajectories/step_000012.parquet` can be read by any Parquet reader. Per-token columns, row t for token t:
 tokens, sampled, logprobs, versions, turn_index; `experts` holds the raw bytes of an array of
 `experts_dtype` and `experts_shape` = [N-1, L, K]; `turns` and `verdict` are nested records. The schema's
-version stands in the file's metadata. A file appears whole or not at all.
+version stands in the file's metadata. A file appears whole or not at all. What the trainer inferred of the same
+rows lies beside them in `advantages/`, under the same names.
 """
 
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 
 from t1jax.types import Assertion, ExecResult, Trajectory, Turn, Verdict
 
-VERSION = "1"
+VERSION = "2"
 _KEY = b"t1jax.trajectories"
 _ROWS = 16  # a row group, what a reader must hold at once
 
@@ -40,6 +41,9 @@ _TURN = pa.struct(
         ("command", pa.string()),
         ("result", _RESULT),
         ("seconds", pa.float64()),
+        ("digest", pa.string()),
+        ("join", pa.string()),
+        ("drop", pa.list_(pa.int32(), 2)),
     ]
 )
 _VERDICT = pa.struct(
@@ -75,6 +79,16 @@ SCHEMA = pa.schema(
         ("experts", pa.large_binary()),
     ],
     {_KEY: VERSION.encode()},
+)
+
+INFERRED = ("old_logp", "values", "advantages", "returns")
+ADVANTAGES = pa.schema(
+    [
+        ("trial", pa.int64()),
+        ("chunk", pa.int32()),
+        *((name, pa.list_(pa.float32())) for name in INFERRED),
+    ],
+    SCHEMA.metadata,
 )
 
 
@@ -119,8 +133,34 @@ def drop_after(folder: Path, last: int) -> None:
 
 def write(path: Path, trajectories: Sequence[Trajectory]) -> None:
     """Writes a file whole or not at all; folders are made. Raises StoreError (disk full, no permission)."""
+    _write_table(path, pa.Table.from_pylist([_row(t) for t in trajectories], SCHEMA))
+
+
+def write_advantages(
+    folder: Path, step: int, trajectories: Sequence[Trajectory], arrays: Mapping[str, np.ndarray]
+) -> None:
+    """What the trainer inferred of a step's rows: f32[B, T] by name, one trajectory a row (see batch.py).
+
+    One row a chunk, and in it one number a token. Raises StoreError.
+    """
+    rows = [
+        {"trial": t.trial, "chunk": t.chunk}
+        | {name: arrays[name][i, : len(t.tokens)] for name in INFERRED}
+        for i, t in enumerate(trajectories)
+    ]
+    _write_table(step_path(folder, step), pa.Table.from_pylist(rows, ADVANTAGES))
+
+
+def read_advantages(folder: Path, step: int) -> dict[tuple[int, int], dict[str, np.ndarray]]:
+    """By (trial, chunk): f32[N] by name. Raises StoreError."""
+    return {
+        (row["trial"], row["chunk"]): {name: np.array(row[name], np.float32) for name in INFERRED}
+        for row in _rows(step_path(folder, step))
+    }
+
+
+def _write_table(path: Path, table: pa.Table) -> None:
     path = Path(path)
-    table = pa.Table.from_pylist([_row(t) for t in trajectories], SCHEMA)
     tmp = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,6 +179,10 @@ def write(path: Path, trajectories: Sequence[Trajectory]) -> None:
 
 def read(path: Path) -> Iterator[Trajectory]:
     """The trajectories of a file, a row group in memory at a time. Raises StoreError."""
+    return map(_trajectory, _rows(path))
+
+
+def _rows(path: Path) -> Iterator[dict]:
     try:
         with pq.ParquetFile(path) as file:
             version = (file.schema_arrow.metadata or {}).get(_KEY, b"none").decode()
@@ -147,8 +191,7 @@ def read(path: Path) -> Iterator[Trajectory]:
                     f"{path} has trajectory schema {version}, this code reads {VERSION}"
                 )
             for batch in file.iter_batches(_ROWS):
-                for row in batch.to_pylist():
-                    yield _trajectory(row)
+                yield from batch.to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise StoreError(f"cannot read {path}: {error}") from error
 
@@ -177,6 +220,9 @@ def _row(t: Trajectory) -> dict:
                 "command": turn.command,
                 "result": turn.result and dataclasses.asdict(turn.result),
                 "seconds": turn.seconds,
+                "digest": turn.digest,
+                "join": turn.join,
+                "drop": turn.drop,
             }
             for turn in t.turns
         ],
@@ -198,13 +244,14 @@ def _trajectory(row: dict) -> Trajectory:
     for turn in row["turns"]:
         first = start + turn.pop("context_tokens")
         stop = first + turn.pop("sampled_tokens")
-        result = turn.pop("result")
+        result, drop = turn.pop("result"), tuple(turn.pop("drop"))
         turns.append(
             Turn(
                 context=tokens[start:first],
                 sampled=tokens[first:stop],
                 logprobs=logprobs[first:stop],
                 result=result and ExecResult(**result),
+                drop=drop,
                 **turn,
             )
         )

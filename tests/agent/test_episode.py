@@ -27,11 +27,13 @@ from fakes import (
 
 from t1jax.agent.action import SYSTEM
 from t1jax.agent.chat import Chat
-from t1jax.agent.episode import CONFIRM, EpisodeLimits, run_episode
+from t1jax.agent.episode import CONFIRM, EpisodeConfig, run_episode
 from t1jax.sandbox.namespace import NamespaceSandbox
 from t1jax.types import SamplerError
 
-LIMITS = EpisodeLimits(
+CONFIG = EpisodeConfig(
+    protocol="bash",
+    history="tokens",
     max_turns=8,
     max_context=4000,
     max_reply=200,
@@ -60,23 +62,22 @@ def play(chat, tasks):
     the sandbox closes; `sampler.after` is its result.
     """
 
-    def go(script, task=None, protocol="bash", change=lambda s: s, chat=chat, after=None, **limits):
+    def go(script, task=None, change=lambda s: s, chat=chat, after=None, **changes):
         task = task or tasks[0][0]
         box = []
         bound = [functools.partial(r, box) if callable(r) else r for r in script]
         sampler = ScriptedSampler(chat, {5: bound}, change)
 
         async def main():
-            sandbox = await NamespaceSandbox.start(task, LIMITS.max_output_bytes)
+            sandbox = await NamespaceSandbox.start(task, CONFIG.max_output_bytes)
             box.append(sandbox)
             try:
-                trajectory = await run_episode(
+                (trajectory,) = await run_episode(
                     task,
                     sandbox,
                     sampler,
                     chat,
-                    dataclasses.replace(LIMITS, **limits),
-                    protocol,
+                    dataclasses.replace(CONFIG, **changes),
                     5,
                     0,
                     1.0,
@@ -219,7 +220,7 @@ def test_malformed_replies_are_answered(chat, play):
 def test_nothing_but_malformed_replies_runs_out_of_turns(play):
     trajectory, sampler = play(["hello"] * 20)
     assert trajectory.status == "out_of_turns" and not trajectory.ended
-    assert len(sampler.calls) == len(trajectory.turns) == LIMITS.max_turns
+    assert len(sampler.calls) == len(trajectory.turns) == CONFIG.max_turns
 
 
 def test_submit_is_never_found_in_commands_or_output(play):
@@ -338,7 +339,7 @@ def test_a_bug_is_not_an_infrastructure_failure(chat, tasks):
     async def main():
         sandbox = await NamespaceSandbox.start(tasks[0][0])
         try:
-            await run_episode(tasks[0][0], sandbox, sampler, chat, LIMITS, "bash", 5, 0, 1.0)
+            await run_episode(tasks[0][0], sandbox, sampler, chat, CONFIG, 5, 0, 1.0)
         finally:
             await sandbox.close()
 
@@ -389,7 +390,7 @@ def test_a_command_over_its_time_is_said_and_the_episode_goes_on(chat, play):
 def test_long_output_reaches_the_agent_cut(chat, play):
     trajectory, _ = play(replies(["yes maple | head -c 1000000"]))
     (text,) = observed(chat, trajectory)
-    assert len(text) < LIMITS.max_output_bytes + 60 and "999000 bytes omitted" in text
+    assert len(text) < CONFIG.max_output_bytes + 60 and "999000 bytes omitted" in text
 
 
 def test_cancellation_passes_through_and_frees_the_slot(chat, tasks):
@@ -403,7 +404,7 @@ def test_cancellation_passes_through_and_frees_the_slot(chat, tasks):
         sampler = ScriptedSampler(chat, {5: [think]})
         sandbox = await NamespaceSandbox.start(tasks[0][0])
         try:
-            arguments = (sandbox, sampler, chat, LIMITS, "bash", 5, 0, 1.0)
+            arguments = (sandbox, sampler, chat, CONFIG, 5, 0, 1.0)
             episode = asyncio.create_task(run_episode(tasks[0][0], *arguments))
             await begun.wait()
             episode.cancel()
@@ -455,4 +456,4 @@ def test_the_output_of_several_lines_is_cut_as_one(chat, play):
         protocol="terminus",
         max_reply=400,
     )
-    assert len(observed(chat, trajectory)[0]) < LIMITS.max_output_bytes + 60
+    assert len(observed(chat, trajectory)[0]) < CONFIG.max_output_bytes + 60

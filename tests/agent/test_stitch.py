@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from t1jax.agent.stitch import Audit, Boundary, Stitcher, boundary
+from t1jax.agent.stitch import Boundary, Stitcher, boundary
 
 # A toy tokenizer in which texts have several encodings: "ab" is [2], or [0, 1].
 TEXTS = ["a", "b", "ab", "<end>", "\n", "<user>", "<bot>", "<think></think>", "ba", "c"]
@@ -71,53 +71,59 @@ def rows(first: int, count: int) -> np.ndarray:
     return np.arange(first, first + count, dtype=np.uint8).reshape(-1, 1, 1)
 
 
+def play(*turns):
+    """Turns of (prompt, reply, first row) joined: the streams, their experts, and the cases."""
+    stitcher, streams, cases = Stitcher(pieces), [], []
+    for prompt, reply, first in turns:
+        join = stitcher.read(prompt)
+        stitcher.add(reply, rows(first, len(prompt) + len(reply) - 1))
+        if join.case == "split":
+            streams.append([])
+        streams[-1] += [*prompt[join.resume :].tolist(), *reply.tolist()]
+        assert stitcher.length == len(streams[-1])
+        cases.append(join.case)
+    return streams, [e[:, 0, 0].tolist() for e in stitcher.experts()], cases
+
+
 def test_a_strict_boundary_keeps_every_row():
-    stitcher = Stitcher(pieces)
-    stitcher.add(0, ids(5, 6), ids(2, 3), rows(0, 3))
-    stitcher.add(1, ids(5, 6, 2, 3, 4, 6), ids(0, 3), rows(100, 7))
-    (chunk,) = stitcher.chunks()
-    assert [(c.tolist(), r.tolist(), t) for c, r, t in chunk.parts] == [
-        ([5, 6], [2, 3], 0),
-        ([4, 6], [0, 3], 1),
-    ]
+    streams, experts, _ = play((ids(5, 6), ids(2, 3), 0), (ids(5, 6, 2, 3, 4, 6), ids(0, 3), 100))
+    assert streams == [[5, 6, 2, 3, 4, 6, 0, 3]]
     # Row 3, of the first reply's last id, comes from the next turn's pass.
-    np.testing.assert_array_equal(chunk.experts[:, 0, 0], [0, 1, 2, 103, 104, 105, 106])
-    assert stitcher.audit == Audit({"strict": 1}, {}, sampled=4)
+    assert experts == [[0, 1, 2, 103, 104, 105, 106]]
 
 
 def test_a_repaired_boundary_keeps_the_samplers_ids_and_copies_one_row():
-    stitcher = Stitcher(pieces)
-    stitcher.add(0, ids(5, 6, 7), ids(2, 3), rows(0, 4))
-    stitcher.add(1, ids(5, 6, 2, 3, 4, 6, 7), ids(0, 3), rows(100, 8))  # s = 1
-    stitcher.add(2, ids(5, 6, 2, 3, 4, 6, 0, 3, 9), ids(1, 3), rows(200, 10))  # s = 1 again
-    (chunk,) = stitcher.chunks()
-    stream = np.concatenate([p for c, r, _ in chunk.parts for p in (c, r)])
-    assert stream.tolist() == [5, 6, 7, 2, 3, 4, 6, 7, 0, 3, 9, 1, 3]
-    np.testing.assert_array_equal(
-        chunk.experts[:, 0, 0], [0, 1, 2, 3, 3, 104, 105, 106, 107, 107, 208, 209]
+    streams, experts, cases = play(
+        (ids(5, 6, 7), ids(2, 3), 0),
+        (ids(5, 6, 2, 3, 4, 6, 7), ids(0, 3), 100),  # s = 1
+        (ids(5, 6, 2, 3, 4, 6, 0, 3, 9), ids(1, 3), 200),  # s = 1 again
     )
-    assert stitcher.audit.cases == {"normalized": 2}
-    assert stitcher.audit.drops == {(1, 0): 2}
+    assert streams == [[5, 6, 7, 2, 3, 4, 6, 7, 0, 3, 9, 1, 3]]
+    assert experts == [[0, 1, 2, 3, 3, 104, 105, 106, 107, 107, 208, 209]]
+    assert cases == ["split", "normalized", "normalized"]
 
 
 def test_a_split_opens_a_chunk_and_a_later_turn_joins_that_one():
-    stitcher = Stitcher(pieces)
-    stitcher.add(0, ids(5, 6), ids(2, 3), rows(0, 3))
-    stitcher.add(1, ids(5, 9, 6), ids(0, 3), rows(10, 4))
-    stitcher.add(2, ids(5, 9, 6, 0, 3, 4), ids(1, 3), rows(20, 7))
-    first, second = stitcher.chunks()
-    assert len(first.experts) == 3 and [t for _, _, t in second.parts] == [1, 2]
-    np.testing.assert_array_equal(second.experts[:, 0, 0], [10, 11, 12, 13, 24, 25, 26])
-    assert stitcher.audit.cases == {"split": 1, "strict": 1}
+    streams, experts, cases = play(
+        (ids(5, 6), ids(2, 3), 0),
+        (ids(5, 9, 6), ids(0, 3), 10),
+        (ids(5, 9, 6, 0, 3, 4), ids(1, 3), 20),
+    )
+    assert streams == [[5, 6, 2, 3], [5, 9, 6, 0, 3, 4, 1, 3]]
+    assert experts == [[0, 1, 2], [10, 11, 12, 13, 24, 25, 26]]
+    assert cases == ["split", "split", "strict"]
 
 
 def test_what_cannot_be_joined_is_an_error():
     stitcher = Stitcher(pieces)
-    with pytest.raises(ValueError, match="turn 0: 2 rows of experts, needed are 3"):
-        stitcher.add(0, ids(5, 6), ids(2, 3), rows(0, 2))
-    stitcher.add(0, ids(5, 6, 7), ids(2, 3), rows(0, 4))
-    with pytest.raises(ValueError, match="turn 1: nothing stands between"):
-        stitcher.add(1, ids(5, 6, 2, 3), ids(0, 3), rows(0, 5))
+    stitcher.read(ids(5, 6))
+    with pytest.raises(ValueError, match="2 rows of experts, needed are 3"):
+        stitcher.add(ids(2, 3), rows(0, 2))
+    stitcher = Stitcher(pieces)
+    stitcher.read(ids(5, 6, 7))
+    stitcher.add(ids(2, 3), rows(0, 4))
+    with pytest.raises(ValueError, match="nothing stands between"):
+        stitcher.read(ids(5, 6, 2, 3))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -134,21 +140,20 @@ def test_streams_hold_every_reply_as_it_was_sampled(seed):
             value = value[len(TEXTS[out[-1]]) :]
         return out
 
-    stitcher, history, replies = Stitcher(pieces), "<user>c", []
+    history, turns = "<user>c", []
     for turn in range(6):
         prompt = np.array(encode(history + "<bot><think></think>"), np.int32)
         reply = np.array([*rng.integers(0, 3, rng.integers(1, 5)), 3], np.int32)
-        stitcher.add(turn, prompt, reply, rows(0, len(prompt) + len(reply) - 1))
-        replies.append(reply)
+        turns.append((prompt, reply, 0))
         history += "<bot>" + text(reply) + "\n<user>" + "".join(rng.choice(["a", "b", "c"], 3))
         if rng.random() < 0.15:
             history = "<user>" + "c" * (turn + 2)
-    parts = [part for chunk in stitcher.chunks() for part in chunk.parts]
-    assert [t for _, _, t in parts] == list(range(6))
-    for (_, found, _), wanted in zip(parts, replies, strict=True):
-        np.testing.assert_array_equal(found, wanted)
-    for chunk in stitcher.chunks():
-        count = sum(len(context) + len(reply) for context, reply, _ in chunk.parts)
-        assert len(chunk.experts) == count - 1
-    assert sum(stitcher.audit.cases.values()) == 5
-    assert stitcher.audit.drift == 0
+    streams, experts, cases = play(*turns)
+    assert [len(e) for e in experts] == [len(s) - 1 for s in streams]
+    assert cases.count("split") == len(streams)
+    rest = [f" {' '.join(map(str, stream))} " for stream in streams]
+    for _, reply, _ in turns:  # in order, each as it was sampled
+        said = f" {' '.join(map(str, reply.tolist()))} "
+        while said not in rest[0]:
+            rest.pop(0)
+        rest[0] = rest[0][rest[0].index(said) + len(said) - 1 :]

@@ -14,7 +14,15 @@ from t1jax.mesh import MeshConfig, make_mesh, replicate
 from t1jax.model.config import ModelConfig
 from t1jax.model.lm import init_policy, init_value, token_logp
 from t1jax.ppo.optim import OptimConfig, make_optimizer
-from t1jax.ppo.step import PPOConfig, init_state, make_measure, make_score, make_train_step, rotate
+from t1jax.ppo.step import (
+    PPOConfig,
+    init_state,
+    make_flips,
+    make_measure,
+    make_score,
+    make_train_step,
+    rotate,
+)
 
 CONFIG = ModelConfig(
     vocab_size=32,
@@ -418,3 +426,21 @@ def test_whitened_advantages_have_mean_zero_and_variance_one():
     np.testing.assert_allclose(np.mean(white.advantages[mask]), 0, atol=1e-5)
     np.testing.assert_allclose(np.var(white.advantages[mask]), 1, atol=1e-4)
     assert_equal(white.returns, plain.returns)
+
+
+def test_flips_are_the_recorded_experts_that_free_routing_leaves_out():
+    """None of one's own; one of K in one layer counts 1/K there, wherever it stands in the set."""
+    batch = recorded()
+    flips = make_flips(CONFIG, PPO, MESH)
+    assert all(share == 0 for share in flips(fresh_state(), batch).values())
+    reordered = batch.replace(experts=batch.experts[..., ::-1])
+    assert flips(fresh_state(), reordered)["r3/flips"] == 0
+    free = np.arange(CONFIG.num_experts)
+    row = batch.experts[0, 3, 0]
+    changed = np.array(batch.experts)
+    changed[0, 3, 0, 0] = np.setdiff1d(free, row)[0]
+    shares = flips(fresh_state(), batch.replace(experts=changed))
+    read = (batch.experts[..., 0, 0] >= 0).sum()
+    wanted = 1 / CONFIG.experts_per_token / read
+    for name in ("r3/flips_layer_0", "r3/flips"):  # of one layer
+        assert shares[name] == pytest.approx(wanted, rel=1e-4)

@@ -10,15 +10,16 @@ import pytest
 from fakes import SUBMIT, TOKENIZER, ScriptedSampler, bash, generated, need_sandbox, replies
 
 from t1jax.agent.chat import Chat
-from t1jax.agent.episode import EpisodeLimits
+from t1jax.agent.episode import EpisodeConfig
 from t1jax.agent.task import load_task
 from t1jax.rollout.collect import CollectConfig, CollectError, Trial, collect
 from t1jax.sandbox.namespace import NamespaceSandbox
 from t1jax.types import SamplerError, SandboxError
 
 CONFIG = CollectConfig(
-    protocol="bash",
-    limits=EpisodeLimits(
+    episode=EpisodeConfig(
+        protocol="bash",
+        history="tokens",
         max_turns=8,
         max_context=2000,
         max_reply=100,
@@ -92,7 +93,7 @@ def test_all_families_in_order_with_their_rewards(chat, solved):
     seen = []
     done = asyncio.run(collect(trials, make, sampler, chat, CONFIG, seen.append))
     assert [t.trial for t in done] == [t.number for t in trials]
-    assert sorted(t.trial for t in seen) == [t.number for t in trials]
+    assert sorted(chunks[0].trial for chunks in seen) == [t.number for t in trials]
     for trajectory in done:
         trajectory.check()
         assert trajectory.status == "submitted" and trajectory.resolved
@@ -215,9 +216,9 @@ def test_cancellation_leaves_nothing(chat, solved):
 def test_a_limit_is_verified_like_an_end(chat, solved, script, limits, status):
     """Traps 16, 110: the verdict comes from what the sandbox holds, and the trial is not refilled."""
     task = solved[3][0]
-    changed = dataclasses.replace(CONFIG.limits, **limits)
+    changed = dataclasses.replace(CONFIG.episode, **limits)
     sampler = ScriptedSampler(chat, {100: [bash(c) for c in script]})
-    (trajectory,) = gather([task], sampler, chat, limits=changed)
+    (trajectory,) = gather([task], sampler, chat, episode=changed)
     assert trajectory.status == status and trajectory.attempt == 0
     assert not trajectory.ended and not trajectory.resolved
     assert trajectory.verdict.outcome is False and trajectory.verdict.cause == "report"
@@ -228,8 +229,8 @@ def test_work_done_before_a_limit_counts(chat, solved):
     """Trap 110: the whole solution, but no time to say so."""
     task, solution = solved[0]
     script = [*map(bash, solution), bash("sleep 30")]
-    limits = dataclasses.replace(CONFIG.limits, agent_timeout_s=1.5)
-    (trajectory,) = gather([task], ScriptedSampler(chat, {100: script}), chat, limits=limits)
+    limits = dataclasses.replace(CONFIG.episode, agent_timeout_s=1.5)
+    (trajectory,) = gather([task], ScriptedSampler(chat, {100: script}), chat, episode=limits)
     assert trajectory.status == "timeout" and trajectory.resolved and not trajectory.ended
 
 

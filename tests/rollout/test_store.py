@@ -41,6 +41,9 @@ def random_trajectory(seed: int) -> Trajectory:
                 command=rng.choice((None, *TEXTS)),
                 result=rng.choice((None, result)),
                 seconds=rng.random(),
+                digest=f"{rng.getrandbits(64):016x}",
+                join=rng.choice(("strict", "normalized", "split")),
+                drop=(rng.randint(0, 96), rng.randint(0, 16)),
             )
         )
     n = sum(len(t.context) + len(t.sampled) for t in turns)
@@ -175,11 +178,11 @@ def test_bad_files_are_one_clear_line(tmp_path):
 
 def test_another_schema_is_refused(tmp_path):
     pq.write_table(pa.table({"a": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(StoreError, match="has trajectory schema none, this code reads 1"):
+    with pytest.raises(StoreError, match="has trajectory schema none, this code reads 2"):
         next(store.read(tmp_path / "a.parquet"))
-    newer = store.SCHEMA.with_metadata({b"t1jax.trajectories": b"2"})
+    newer = store.SCHEMA.with_metadata({b"t1jax.trajectories": b"3"})
     pq.write_table(newer.empty_table(), tmp_path / "b.parquet")
-    with pytest.raises(StoreError, match="schema 2, this code reads 1"):
+    with pytest.raises(StoreError, match="schema 3, this code reads 2"):
         next(store.read(tmp_path / "b.parquet"))
 
 
@@ -188,3 +191,17 @@ def test_a_folder_where_the_file_should_be(tmp_path):
     with pytest.raises(StoreError, match="cannot write"):
         store.write_step(tmp_path, 1, [random_trajectory(1)])
     assert os.listdir(tmp_path) == ["step_000001.parquet"]
+
+
+def test_what_was_inferred_comes_back_by_trial_and_chunk(tmp_path):
+    """Rows are cut to their tokens; the numbers are exact."""
+    trajectories = [t for t in map(random_trajectory, range(20)) if t.turns][:3]
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=(4, 200)).astype(np.float32) for name in store.INFERRED}
+    store.write_advantages(tmp_path, 7, trajectories, arrays)
+    found = store.read_advantages(tmp_path, 7)
+    assert list(found) == [(t.trial, t.chunk) for t in trajectories]
+    for i, t in enumerate(trajectories):
+        for name, values in found[t.trial, t.chunk].items():
+            assert values.dtype == np.float32
+            np.testing.assert_array_equal(values, arrays[name][i, : len(t.tokens)])
