@@ -10,6 +10,18 @@ class GuardError(RuntimeError):
     """The run stopped itself: one line with the measure that was out of bounds."""
 
 
+def check_version(batch: RolloutBatch, step: int) -> None:
+    """Raises GuardError where a token was sampled by other weights than those that train in `step`."""
+    version, sampled = np.asarray(batch.version), np.asarray(batch.sampled)
+    wrong = np.argwhere(sampled & (version != step))
+    if len(wrong):
+        row, token = wrong[0]
+        raise GuardError(
+            f"step {step}: trial {batch.trial[row]} was sampled by weights {version[row, token]}: a "
+            "publication was left out"
+        )
+
+
 def check_parity(band: float, old_logp: jax.Array, batch: RolloutBatch, step: int) -> None:
     """Raises GuardError where trainer and sampler differ by more than `band` nats on a sampled token.
 

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,6 +158,7 @@ def export_params(
     _check_new(out)
     if like and dtype:
         raise HFError("the checkpoint to be like says which dtypes to write: leave --dtype out")
+    carried = []
     if like:
         found, skipped = match(config, like)
         carried = [name for name in skipped if name.startswith(SKIPPED)]
@@ -168,9 +169,7 @@ def export_params(
             name: Wanted(place, DTYPES[like.head(name).dtype]) for name, place in found.items()
         }
     else:
-        carried, wanted = [], {}
-        for name, place in tensors(config).items():
-            wanted[text_name(name)] = Wanted(place, np.dtype(dtype or params[place.leaf].dtype))
+        wanted = _wanted(params, config, dtype)
     sizes = {name: w.head(params).nbytes for name, w in wanted.items()}
     sizes |= {name: like.head(name).nbytes for name in carried}
     plan = _plan(sizes, shard_bytes)
@@ -204,6 +203,14 @@ def export_params(
     return files
 
 
+def export_tensors(
+    params: Mapping[str, Any], config: ModelConfig, dtype: str | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors that `export_params` writes, with their names, one at a time."""
+    for name, tensor in _wanted(params, config, dtype).items():
+        yield name, tensor.take(params).astype(tensor.dtype)
+
+
 def export_checkpoint(
     source: Path, out: Path, like: Path | None, dtype: str | None, shard_bytes: int
 ) -> list[str]:
@@ -232,6 +239,14 @@ def by_path(params: dict) -> dict[str, Any]:
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): x
         for path, x in jax.tree_util.tree_leaves_with_path(params["params"])
+    }
+
+
+def _wanted(params: Mapping[str, Any], config: ModelConfig, dtype: str | None) -> dict[str, Wanted]:
+    """Every tensor of a checkpoint of the text model, by name, in `dtype` or that of its leaf."""
+    return {
+        text_name(name): Wanted(place, np.dtype(dtype or params[place.leaf].dtype))
+        for name, place in tensors(config).items()
     }
 
 

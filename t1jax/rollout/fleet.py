@@ -6,57 +6,58 @@ answers 404 to every call that concerns weights.
 
 `load` is the only barrier, and no request spans it: dead engines are restarted, every engine gets the weights,
 reports their version and repeats the trainer's log-probs of a probe, or the whole load fails and the fleet
-serves nothing. So no reply is ever of other weights than the last ones published.
+serves nothing. So no reply is ever of other weights than the last ones published. An engine that dies in
+between is not restarted before the next load: a start takes longer than a trial may wait.
 
 The fleet lives on a thread with an event loop of its own, as collectors come and go with theirs.
 """
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import shutil
+import tempfile
 import threading
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from t1jax.rollout import server
-from t1jax.rollout.server import Server, ServerConfig
-from t1jax.rollout.sglang import Engine, EngineModel, Settings, check_stream
-from t1jax.types import Sampled, SamplerError
+from t1jax.rollout.admission import TokenBucket
+from t1jax.rollout.member import Member
+from t1jax.rollout.server import ServerConfig
+from t1jax.rollout.sglang import EngineModel, Settings, check_stream
+from t1jax.rollout.tensors import Tensor, buckets, pack
+from t1jax.types import Sampled, SamplerError, Sampling
 
 Export = Callable[[Any, Path], None]  # writes params as a Hugging Face folder
+Tensors = Callable[[Any], Iterable[Tensor]]  # what that folder would hold, float32 or bfloat16
 Probe = Callable[[Any, np.ndarray], np.ndarray]  # log-probs f32[N-1] of tokens 1.. at temperature 1
+PROBE_TOKENS = 32
+CLOSED = "the fleet is closed"
 
 
 @dataclasses.dataclass(frozen=True)
 class FleetConfig:
-    """How many servers of what kind, and how their health is watched."""
+    """How many servers of what kind, how they get weights, and how their health is watched.
+
+    transfer: "disk" writes a folder that every engine reads; "tensors" sends them to running engines, and
+    writes the folder only for engines that must be started.
+    """
 
     server: ServerConfig
     engines: int
+    transfer: Literal["disk", "tensors"]
+    bucket_bytes: int  # of tensors in one request
     reply_timeout_s: float
     control_timeout_s: float  # of a call that concerns health or weights
     probe_period_s: float
     probe_timeout_s: float
-    probe_failures: int  # in a row, after which an engine counts as dead
+    probe_failures: int  # in a row, after which an engine is ended
     starts_per_s: float  # trials admitted, all engines together
     burst: int  # trials that may start at once
     probe_tolerance: float  # nats between the trainer's log-probs and an engine's, after a load
-
-
-@dataclasses.dataclass
-class _Member:
-    """One engine: its process and client; `alive` False until weights are loaded and once it has failed."""
-
-    index: int
-    server: Server | None = None
-    engine: Engine | None = None
-    alive: bool = False
-    failures: int = 0
-    trials: set[int] = dataclasses.field(default_factory=set)
 
 
 class Fleet:
@@ -67,24 +68,36 @@ class Fleet:
         config: FleetConfig,
         model: EngineModel,
         settings: Settings,
+        sampling: Sampling,
         export: Export,
+        tensors: Tensors,
         probe: Probe,
         folder: Path,
     ):
-        """folder: for weights on their way and for logs; a tmpfs is fastest."""
+        """folder: for weights on their way and for logs; a tmpfs is fastest. Raises SamplerError where it
+        cannot be written to."""
         self._config, self._model, self._settings = config, model, settings
-        self._export, self._probe, self._folder = export, probe, Path(folder)
+        self._export, self._tensors, self._probe = export, tensors, probe
+        self._folder = Path(folder)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self._folder).close()
+        except OSError as error:
+            raise SamplerError(
+                f"the engines' folder {folder} cannot be written to: {error.strerror}"
+            ) from None
         self.version = -1
-        self.drifted = 0  # ids of earlier turns that a caller's stream did not repeat: 0 under TITO
+        self.sampling = sampling
+        self.rewritten = 0  # ids of earlier turns that a caller's stream did not repeat
         self._streams: dict[int, np.ndarray] = {}
-        self._members = [_Member(i) for i in range(config.engines)]
-        self._home: dict[int, _Member] = {}
-        self._in_flight = 0
+        self._members = [Member(i, self._folder / f"engine-{i}.log") for i in range(config.engines)]
+        self._home: dict[int, Member] = {}
+        self._requests: set[asyncio.Task] = set()
         self._admission = TokenBucket(config.starts_per_s, config.burst)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
+        self._loop, self._closed = asyncio.new_event_loop(), False
+        self._thread = threading.Thread(target=self._serve, name="fleet", daemon=True)
         self._thread.start()
-        self._watch = asyncio.run_coroutine_threadsafe(self._watch_health(), self._loop)
+        self._watch = self._submit(self._watch_health())
 
     async def sample(
         self, trial: int, turn: int, tokens: np.ndarray, experts_start: int, max_new: int
@@ -93,59 +106,93 @@ class Fleet:
         check_stream(tokens, experts_start, max_new, self._model)
         before = self._streams.get(trial, tokens[:0])
         kept = before[: len(tokens)] == tokens[: len(before)]
-        self.drifted += len(before) - int(np.argmin(np.append(kept, False)))
+        self.rewritten += len(before) - int(np.argmin(np.append(kept, False)))
         work = self._sample(trial, tokens, experts_start, max_new)
-        reply = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        reply = await asyncio.wrap_future(self._submit(work))
         self._streams[trial] = np.concatenate([tokens, reply.ids])
         return reply
 
     async def release(self, trial: int) -> None:
         self._streams.pop(trial, None)
-        self._loop.call_soon_threadsafe(self._forget, trial)
+        if not self._closed:
+            self._loop.call_soon_threadsafe(self._forget, trial)
 
     def load(self, params: Any, version: int) -> None:
         """Publishes weights to every engine; see the top. Raises SamplerError where one does not follow."""
-        self._run(self._load(params, version))
+        try:
+            if self._watch.done():
+                self._watch.result()  # it ends with the fleet, or by a fault of its own
+            self._submit(self._load(params, version)).result()
+        except concurrent.futures.CancelledError:
+            raise SamplerError(CLOSED) from None
 
     def warm_up(self) -> None:
         """Nothing to compile: engines are warm once they are ready."""
 
     def close(self) -> None:
-        """Stops every engine. Idempotent."""
-        if self._loop.is_closed():
-            return
-        self._watch.cancel()
-        self._run(self._stop_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Stops every engine; requests in flight fail. Idempotent."""
+        if not self._closed:
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
 
-    def _run(self, work: Coroutine) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def _serve(self) -> None:
+        """The fleet's thread. When it ends, for whatever reason, engines and requests do, too: nobody waits
+        for a reply that does not come."""
+        try:
+            self._loop.run_forever()
+        finally:
+            self._closed = True
+            self._loop.run_until_complete(self._end())
+            self._loop.close()
+
+    async def _end(self) -> None:
+        work = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*(m.kill() for m in self._members))
+        await asyncio.gather(*work, return_exceptions=True)
+        await asyncio.gather(*(m.close() for m in self._members))
+
+    def _submit(self, work: Coroutine) -> concurrent.futures.Future:
+        if self._closed:
+            work.close()
+            raise SamplerError(CLOSED)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _sample(self, trial, tokens, experts_start, max_new) -> Sampled:
+        request = asyncio.current_task()
+        self._requests.add(request)
+        try:
+            return await self._ask(trial, tokens, experts_start, max_new)
+        except asyncio.CancelledError:
+            if self._closed:
+                raise SamplerError(CLOSED) from None
+            raise
+        finally:
+            self._requests.discard(request)
+
+    async def _ask(self, trial, tokens, experts_start, max_new) -> Sampled:
         if self.version < 0:
             raise SamplerError("the fleet has no weights: a load is missing or has failed")
         if trial not in self._home:
             await self._admission.take()
         member = self._home.get(trial) or self._place(trial)
-        if not member.alive:
-            raise SamplerError(f"engine {member.index} has died under trial {trial}")
-        self._in_flight += 1
         try:
-            return await member.engine.generate(tokens, experts_start, max_new, self.version)
+            if member.check():
+                return await member.engine.generate(
+                    tokens, experts_start, max_new, self.sampling, self.version
+                )
         except SamplerError:
-            if member.server.process.poll() is not None:
-                member.alive = False
-            raise
-        finally:
-            self._in_flight -= 1
+            if member.check():
+                raise
+        raise SamplerError(f"engine {member.index} died under trial {trial}: {member.why}")
 
-    def _place(self, trial: int) -> _Member:
+    def _place(self, trial: int) -> Member:
         """Gives a new trial to the living engine with the fewest trials."""
-        alive = [m for m in self._members if m.alive]
+        alive = [m for m in self._members if m.check()]
         if not alive:
-            raise SamplerError("every engine is dead")
+            causes = "; ".join(f"engine {m.index}: {m.why}" for m in self._members)
+            raise SamplerError(f"no engine is alive ({causes})")
         member = min(alive, key=lambda m: len(m.trials))
         member.trials.add(trial)
         self._home[trial] = member
@@ -157,91 +204,97 @@ class Fleet:
             member.trials.discard(trial)
 
     async def _load(self, params, version: int) -> None:
-        if self._in_flight:
+        if any(not request.cancelling() for request in self._requests):
             raise RuntimeError("weights can be loaded only while no request is in flight")
+        await asyncio.gather(*self._requests, return_exceptions=True)  # their callers have gone
         self.version = -1
+        answers = await asyncio.gather(
+            *(m.answers(self._config.probe_timeout_s) for m in self._members)
+        )
+        running = [m for m, answer in zip(self._members, answers, strict=True) if answer]
+        others = [m for m in self._members if m not in running]
+        for member in running:
+            member.alive = False  # until it has proved that it has the weights
+        failed: dict[Member, SamplerError] = {}
+        tokens = np.random.default_rng(version).integers(0, self._model.vocab_size, PROBE_TOKENS)
+        tokens = tokens.astype(np.int32)
+        expected = await asyncio.to_thread(self._probe, params, tokens)
+        if self._config.transfer == "tensors":
+            await self._send(running, params, version, failed)
+            readers = others
+        else:
+            readers = self._members
         checkpoint = self._folder / f"weights-{version}"
-        shutil.rmtree(checkpoint, ignore_errors=True)
-        await asyncio.to_thread(self._export, params, checkpoint)
+
+        async def read(member: Member) -> None:
+            if member in others:
+                await member.start(self._config.server, checkpoint, self._model, self._settings)
+            await member.engine.load(checkpoint, version)
+
+        async def prove(member: Member) -> None:
+            await member.prove(tokens, expected, self._config.probe_tolerance)
+
         try:
-            tokens = np.random.default_rng(version).integers(0, self._model.vocab_size, 32)
-            tokens = tokens.astype(np.int32)
-            expected = await asyncio.to_thread(self._probe, params, tokens)
-            follow = (self._follow(m, checkpoint, version, tokens, expected) for m in self._members)
-            results = await asyncio.gather(*follow, return_exceptions=True)
+            if readers:
+                await self._write(params, checkpoint)
+            await _each(readers, failed, read)
+            await _each(self._members, failed, prove)
         finally:
             shutil.rmtree(checkpoint, ignore_errors=True)
-        failed = [(m, e) for m, e in zip(self._members, results, strict=True) if e is not None]
+        for member, error in failed.items():
+            member.alive, member.why = False, str(error)
         if failed:
-            member, error = failed[0]
-            if not isinstance(error, SamplerError):
-                raise error
+            member, error = next(iter(failed.items()))
             raise SamplerError(
-                f"{len(failed)} of {len(results)} engines did not take weights {version}; "
+                f"{len(failed)} of {len(self._members)} engines did not take weights {version}; "
                 f"engine {member.index}: {error}"
             )
         self.version = version
 
-    async def _follow(self, member: _Member, checkpoint, version, tokens, expected) -> None:
-        """Brings one engine to the weights, restarting it if need be, and proves that it has them."""
-        if not member.alive:
-            await self._restart(member, checkpoint)
-        member.alive = False
-        await member.engine.load(checkpoint, version)
-        found = await member.engine.logprobs(tokens)
-        gap = np.abs(found - expected).max() if found.shape == expected.shape else np.inf
-        if not gap <= self._config.probe_tolerance:
-            raise SamplerError(f"its log-probs of a probe are {gap:.2g} nats off")
-        member.alive, member.failures = True, 0
+    async def _write(self, params, checkpoint: Path) -> None:
+        for left in self._folder.glob("*weights-*"):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        try:
+            await asyncio.to_thread(self._export, params, checkpoint)
+        except OSError as error:
+            raise SamplerError(
+                f"the weights cannot be written to {checkpoint}: {error.strerror}"
+            ) from None
 
-    async def _restart(self, member: _Member, checkpoint: Path) -> None:
-        await self._stop(member)
-        log = self._folder / f"engine-{member.index}.log"
-        member.server = server.start(self._config.server, checkpoint, log, member.index)
-        await server.wait_ready(member.server, self._config.server.start_timeout_s)
-        member.engine = Engine(member.server.url, self._model, self._settings)
+    async def _send(self, members, params, version: int, failed) -> None:
+        """Sends tensors to running engines, a bucket to all of them before the next is made."""
 
-    async def _stop(self, member: _Member) -> None:
-        member.alive = False
-        if member.engine:
-            await member.engine.close()
-        if member.server:
-            await asyncio.to_thread(server.stop, member.server)
-        member.engine = member.server = None
+        def payloads():
+            return map(pack, buckets(self._tensors(params), self._config.bucket_bytes))
 
-    async def _stop_all(self) -> None:
-        await asyncio.gather(*map(self._stop, self._members))
+        await _each(members, failed, lambda m: m.engine.begin_update())
+        source = await asyncio.to_thread(payloads)
+        while len(failed) < len(members):
+            payload = await asyncio.to_thread(next, source, None)
+            if payload is None:
+                break
+            await _each(members, failed, lambda m, p=payload: m.engine.update(p, version))
+        await _each(members, failed, lambda m: m.engine.end_update(version))
 
     async def _watch_health(self) -> None:
-        """Marks engines as dead that ended or do not answer; `load` brings them back."""
+        """Ends engines that do not answer; `load` brings them back."""
+        c = self._config
         while True:
-            await asyncio.sleep(self._config.probe_period_s)
-            for member in [m for m in self._members if m.alive]:
-                ended = member.server.process.poll() is not None
-                healthy = not ended and await member.engine.healthy(self._config.probe_timeout_s)
-                member.failures = 0 if healthy else member.failures + 1
-                if ended or member.failures >= self._config.probe_failures:
-                    member.alive = False
+            await asyncio.sleep(c.probe_period_s)
+            alive = [m for m in self._members if m.check()]
+            await asyncio.gather(*(m.probe(c.probe_timeout_s, c.probe_failures) for m in alive))
 
 
-class TokenBucket:
-    """Admits `rate` events a second on average, at most `burst` at once."""
-
-    def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic):
-        self._rate, self._burst, self._clock = rate, burst, clock
-        self._level, self._last = float(burst), clock()
-        self._lock = asyncio.Lock()
-
-    async def take(self) -> None:
-        """Returns when the event may happen, first come, first served."""
-        async with self._lock:
-            while (wait := self.wait()) > 0:
-                await asyncio.sleep(wait)
-            self._level -= 1
-
-    def wait(self) -> float:
-        """Seconds until the next event may happen."""
-        now = self._clock()
-        self._level = min(self._burst, self._level + (now - self._last) * self._rate)
-        self._last = now
-        return max(0.0, (1 - self._level) / self._rate)
+async def _each(
+    members: Iterable[Member],
+    failed: dict[Member, SamplerError],
+    work: Callable[[Member], Awaitable[None]],
+) -> None:
+    """`work` on all members together but those that have failed; notes which do."""
+    members = [m for m in members if m not in failed]
+    results = await asyncio.gather(*map(work, members), return_exceptions=True)
+    for member, error in zip(members, results, strict=True):
+        if isinstance(error, SamplerError):
+            failed[member] = error
+        elif error is not None:
+            raise error

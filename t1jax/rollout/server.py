@@ -31,9 +31,9 @@ CPU_FLAGS = (
 )
 CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    "OMP_NUM_THREADS": "1",  # of a tiny model's threads each would wait for the other
     "SGLANG_MAMBA_CONV_DTYPE": "float32",  # bfloat16 puts log-probs off by 2.5 nats
 }
+TAIL_BYTES = 100_000
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
@@ -51,23 +51,25 @@ class ServerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A running process. url: "http://127.0.0.1:PORT"."""
+    """A running process. url: "http://127.0.0.1:PORT". Its part of the log begins at `begin`."""
 
     process: subprocess.Popen
     url: str
     log: Path
+    begin: int
 
 
-def start(config: ServerConfig, model: Path, log: Path, index: int = 0) -> Server:
+def start(config: ServerConfig, model: Path, log: Path, index: int = 0, threads: int = 1) -> Server:
     """Starts a server of the Hugging Face checkpoint `model`; see `wait_ready`.
 
-    index: which of the machine's GPUs it uses. Raises SamplerError where SGLang is not installed.
+    index: which of the machine's GPUs it uses. threads: of a server on the CPU; those of a tiny model wait for
+    each other. Raises SamplerError where SGLang is not installed.
     """
     port = free_port()
     if config.device == "cpu":
         if not CPU_PYTHON.exists():
             raise SamplerError(f"{CPU_PYTHON} is missing: run bash launch/setup.sh --sglang")
-        python, environment = CPU_PYTHON, CPU_ENVIRONMENT
+        python, environment = CPU_PYTHON, CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
         device = (*CPU_FLAGS, "--max-mamba-cache-size", 4 * config.max_running)
     else:
         python, environment, device = sys.executable, {}, ("--base-gpu-id", index)
@@ -79,6 +81,7 @@ def start(config: ServerConfig, model: Path, log: Path, index: int = 0) -> Serve
     )
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
+        begin = output.tell()
         process = subprocess.Popen(
             [str(x) for x in arguments],
             env={**os.environ, **OFFLINE, **environment},
@@ -87,7 +90,7 @@ def start(config: ServerConfig, model: Path, log: Path, index: int = 0) -> Serve
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Server(process, f"http://127.0.0.1:{port}", log)
+    return Server(process, f"http://127.0.0.1:{port}", log, begin)
 
 
 async def wait_ready(server: Server, timeout_s: float) -> None:
@@ -96,23 +99,22 @@ async def wait_ready(server: Server, timeout_s: float) -> None:
     try:
         async with aiohttp.ClientSession() as session:
             while not await _healthy(session, server.url):
-                if server.process.poll() is not None:
-                    raise SamplerError(
-                        f"the server ended with {server.process.returncode}: {tail(server)}"
-                    )
+                if cause := ended(server):
+                    raise SamplerError(cause)
                 if time.monotonic() > until:
                     raise SamplerError(f"no server after {timeout_s:g} s: {tail(server)}")
                 await asyncio.sleep(0.5)
     except BaseException:
-        stop(server)
+        await asyncio.to_thread(stop, server)
         raise
 
 
 def stop(server: Server, grace_s: float = 10.0) -> None:
-    """Ends the server and all processes it made. Idempotent."""
+    """Ends the server and all processes it made; without `grace_s` at once. Idempotent."""
     for sign, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.process.pid, sign)
+            os.killpg(server.process.pid, signal.SIGCONT)  # a stopped process hears no SIGTERM
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.process.wait(seconds)
             break
@@ -121,9 +123,19 @@ def stop(server: Server, grace_s: float = 10.0) -> None:
         os.killpg(server.process.pid, signal.SIGKILL)
 
 
+def ended(server: Server) -> str | None:
+    """Why the server is no more, None while it runs."""
+    code = server.process.poll()
+    return None if code is None else f"the server ended with {code}: {tail(server)}"
+
+
 def tail(server: Server) -> str:
-    """Where the log is, and its last line that names an error."""
-    lines = server.log.read_text(errors="replace").splitlines() if server.log.exists() else []
+    """Where the log is, and the server's last line there that names an error."""
+    text = b""
+    with contextlib.suppress(FileNotFoundError), server.log.open("rb") as log:
+        log.seek(max(server.begin, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+        text = log.read()
+    lines = text.decode(errors="replace").splitlines()
     errors = [line.strip() for line in lines if "Error" in line]
     return f"{errors[-1]} ({server.log})" if errors else f"see {server.log}"
 
@@ -135,7 +147,7 @@ def free_port() -> int:
 
 
 async def _healthy(session: aiohttp.ClientSession, url: str) -> bool:
-    """Whether the server generates: /health_generate answers after a token was made."""
+    """Whether the server generates: /health answers after a token was made."""
     timeout = aiohttp.ClientTimeout(total=10)
     try:
         async with session.get(f"{url}/health", timeout=timeout) as answer:

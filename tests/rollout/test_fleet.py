@@ -1,82 +1,22 @@
-"""The fleet on real SGLang engines, on the CPU: exactness, publication, failure."""
+"""The fleet on real SGLang engines, on the CPU: exactness and publication. Failures: see test_faults.py."""
 
 import asyncio
 import dataclasses
 import os
-import signal
-from pathlib import Path
+import subprocess
 
 import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
-from model_fixtures import CONFIG
+from fleet_fixtures import QWEN3, QWEN3_5, logp, make_fleet
 
-from t1jax.model.config import DELTA_FIELDS
-from t1jax.model.hf import by_path, export_params
-from t1jax.model.lm import init_policy, token_logp
-from t1jax.rollout.fleet import Fleet, FleetConfig, TokenBucket
-from t1jax.rollout.server import ServerConfig
-from t1jax.rollout.sglang import EngineModel, Settings
-from t1jax.types import SamplerError
-
-QWEN3_5 = dataclasses.replace(CONFIG, vocab_size=128, hidden_size=32, num_layers=4)
-QWEN3 = dataclasses.replace(
-    QWEN3_5,
-    family="qwen3_moe",
-    full_attention_interval=1,
-    num_layers=2,
-    rotary_fraction=1.0,
-    **dict.fromkeys(DELTA_FIELDS, 0),
-)
-FLEET = FleetConfig(
-    server=ServerConfig("cpu", "float32", 16, 8192, start_timeout_s=300.0, flags=""),
-    engines=2,
-    reply_timeout_s=60.0,
-    control_timeout_s=60.0,
-    probe_period_s=0.5,
-    probe_timeout_s=5.0,
-    probe_failures=2,
-    starts_per_s=1000.0,
-    burst=100,
-    probe_tolerance=1e-3,
-)
-CONTEXT, STOP = 128, 3
-
-
-def logp(config, params, streams, experts=None):
-    """(log-probs f32[N], experts) of each stream by the trainer, at temperature 1."""
-    out = []
-    score = jax.jit(token_logp, static_argnums=0)
-    for i, tokens in enumerate(streams):
-        n = len(tokens)
-        row = np.zeros((1, CONTEXT), np.int32)
-        row[0, :n] = tokens
-        segments = (np.arange(CONTEXT) < n).astype(np.int32)[None]
-        positions = np.arange(CONTEXT, dtype=np.int32)[None] * segments
-        replay = np.full((1, CONTEXT, config.num_layers, config.experts_per_token), -1, np.int32)
-        if experts is not None:
-            replay[0, : n - 1] = experts[i]
-        found, _, used = score(
-            config, params, row, positions, segments, jnp.asarray(replay), np.ones(1, np.float32)
-        )
-        out.append((np.asarray(found)[0, :n], np.asarray(used)[0, : n - 1]))
-    return out
-
-
-def make_fleet(config, folder: Path, **changes) -> Fleet:
-    def export(params, out):
-        export_params(by_path(params), config, out)
-
-    def probe(params, tokens):
-        return logp(config, params, [tokens])[0][0][1:]
-
-    model = EngineModel(
-        config.vocab_size, CONTEXT, config.num_layers, config.num_experts, config.experts_per_token
-    )
-    settings = Settings(1.0, 1.0, 0, (STOP,), reply_timeout_s=60.0, control_timeout_s=60.0)
-    fleet = dataclasses.replace(FLEET, **changes)
-    return Fleet(fleet, model, settings, export, probe, folder)
+from t1jax.model.hf import by_path, export_params, export_tensors
+from t1jax.model.hf_files import Shards
+from t1jax.model.lm import init_policy
+from t1jax.rollout.admission import TokenBucket
+from t1jax.rollout.server import CPU_PYTHON
+from t1jax.rollout.tensors import buckets, pack
 
 
 @pytest.fixture(scope="module", params=[QWEN3, QWEN3_5], ids=["qwen3", "qwen3_5"])
@@ -119,7 +59,7 @@ def test_engines_and_trainer_agree(served):
         return await asyncio.gather(*(converse(fleet, trial) for trial in range(50)))
 
     streams, experts, sampled, logprobs = zip(*asyncio.run(episodes()), strict=True)
-    assert fleet.drifted == 0
+    assert fleet.rewritten == 0
     free = logp(config, params, streams)
     same = [
         np.all(np.sort(own, axis=-1) == np.sort(theirs, axis=-1), axis=-1)
@@ -133,9 +73,11 @@ def test_engines_and_trainer_agree(served):
 
 
 @pytest.mark.engine
-def test_a_publication_reaches_the_first_reply(served):
+@pytest.mark.parametrize("transfer", ["disk", "tensors"])
+def test_a_publication_reaches_the_first_reply(served, transfer, monkeypatch):
     """Trap 89: nothing cached under the old weights is used again."""
     config, _, fleet = served
+    monkeypatch.setattr(fleet, "_config", dataclasses.replace(fleet._config, transfer=transfer))
     stream = np.arange(4, 60, dtype=np.int32)
     before = asyncio.run(fleet.sample(1000, 0, stream, 0, 8))
     params = init_policy(config, jax.random.key(1))
@@ -152,52 +94,79 @@ def test_a_publication_reaches_the_first_reply(served):
 
 
 @pytest.mark.engine
-def test_a_dead_engine_loses_its_trials_and_comes_back_with_the_next_weights(served):
-    _, params, fleet = served
-    stream = np.arange(4, 20, dtype=np.int32)
+def test_tensors_in_buckets_of_any_size_are_the_files_weights(served, monkeypatch):
+    """Trap 91. The weights differ before each; no file is written."""
+    config, params, fleet = served
+    other = init_policy(config, jax.random.key(2))
+    stream = np.arange(4, 100, dtype=np.int32)
 
-    async def turns(trials):
-        return await asyncio.gather(
-            *(fleet.sample(t, 0, stream, 0, 4) for t in trials), return_exceptions=True
-        )
+    def read(member):
+        work = member.engine.logprobs(stream)
+        return asyncio.run_coroutine_threadsafe(work, fleet._loop).result()
 
-    assert all(r.version == fleet.version for r in asyncio.run(turns(range(2000, 2004))))
-    victim = fleet._members[0]
-    lost = set(victim.trials)
-    assert len(lost) == 2  # the least loaded engine took every other trial
-    os.killpg(victim.server.process.pid, signal.SIGKILL)
-    victim.server.process.wait()
-    results = dict(zip(range(2000, 2004), asyncio.run(turns(range(2000, 2004))), strict=True))
-    assert {t for t, r in results.items() if isinstance(r, SamplerError)} == lost
-    for trial in range(2000, 2004):
-        asyncio.run(fleet.release(trial))
-    (alone,) = asyncio.run(turns([2005]))  # the other engine serves on
-    assert alone.version == fleet.version
-    asyncio.run(fleet.release(2005))
-    fleet.load(params, fleet.version + 1)
-    assert all(m.alive for m in fleet._members)
-    again = asyncio.run(turns(range(2010, 2014)))
-    assert all(r.version == fleet.version for r in again)
-    for trial in range(2010, 2014):
-        asyncio.run(fleet.release(trial))
+    def published(params):
+        fleet.load(params, fleet.version + 1)
+        return [read(member) for member in fleet._members]
+
+    expected = published(params)
+    assert np.abs(expected[0] - logp(config, params, [stream])[0][0][1:]).max() <= 1e-3
+    monkeypatch.setattr(fleet, "_export", lambda *_: pytest.fail("a file was written"))
+    for size in (1, 5001, 2**30):
+        new = dataclasses.replace(fleet._config, transfer="tensors", bucket_bytes=size)
+        monkeypatch.setattr(fleet, "_config", new)
+        assert np.abs(published(other)[0] - expected[0]).max() > 1e-2
+        np.testing.assert_array_equal(published(params), expected)
 
 
 @pytest.mark.engine
-def test_weights_that_are_not_the_published_ones_are_noticed(served):
-    """Trap 88: an engine that says it has them is asked for log-probs."""
-    config, params, fleet = served
-    version = fleet.version
-    honest = fleet._probe
-    fleet._probe = lambda params, tokens: honest(init_policy(config, jax.random.key(9)), tokens)
-    try:
-        with pytest.raises(SamplerError, match=r"engines did not take weights .* nats off"):
-            fleet.load(params, version + 1)
-    finally:
-        fleet._probe = honest
-    with pytest.raises(SamplerError, match="the fleet has no weights"):
-        asyncio.run(fleet.sample(3000, 0, np.arange(4, 9, dtype=np.int32), 0, 4))
-    fleet.load(params, version + 1)
-    assert fleet.version == version + 1
+def test_packed_tensors_are_those_that_torch_reads():
+    rng = np.random.default_rng(0)
+    values = {
+        "model.whole": rng.normal(size=(3, 4)).astype(np.float32),
+        "model.half": rng.normal(size=5).astype(ml_dtypes.bfloat16),
+        "model.turned": rng.normal(size=(2, 3, 4)).astype(np.float32).transpose(2, 0, 1),
+    }
+    code = """if True:
+        import base64, pickle, sys, torch
+        for name, x in pickle.loads(base64.b64decode(sys.stdin.read())):
+            print(name, x.dtype, *x.shape, *x.float().flatten().tolist())"""
+    done = subprocess.run(
+        [CPU_PYTHON, "-c", code],
+        input=pack(values.items()),
+        env=os.environ | {"PYTHONWARNINGS": "error"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for line, (name, value) in zip(done.stdout.splitlines(), values.items(), strict=True):
+        numbers = [*value.shape, *value.astype(np.float32).ravel().tolist()]
+        assert line == " ".join(map(str, [name, f"torch.{value.dtype.name}", *numbers]))
+
+
+@pytest.mark.parametrize("config", [QWEN3, QWEN3_5], ids=["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_tensors_are_those_of_the_files(config, dtype, tmp_path):
+    params = by_path(init_policy(config, jax.random.key(0)))
+    export_params(params, config, tmp_path / "out", dtype=dtype)
+    files = Shards(tmp_path / "out")
+    found = dict(export_tensors(params, config, dtype))
+    assert sorted(found) == sorted(files.names())
+    for name, tensor in found.items():
+        there = files.read(name)
+        assert tensor.dtype == there.dtype == np.dtype(dtype or np.float32)
+        np.testing.assert_array_equal(tensor, there)
+
+
+@pytest.mark.parametrize(
+    ("size", "counts"), [(1, [1, 1, 1, 1]), (8, [2, 1, 1]), (20, [2, 2]), (10**9, [4])]
+)
+def test_buckets_hold_what_fits_in_order(size, counts):
+    tensors = [
+        (name, np.zeros(n, np.float32)) for name, n in zip("abcd", (1, 1, 4, 1), strict=True)
+    ]
+    found = list(buckets(tensors, size))
+    assert [len(bucket) for bucket in found] == counts
+    assert [name for bucket in found for name, _ in bucket] == list("abcd")
 
 
 def test_admission_is_limited():

@@ -1,0 +1,89 @@
+"""One engine of a fleet: its process and its client, from its start to its end."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+
+from t1jax.rollout import server
+from t1jax.rollout.server import Server, ServerConfig
+from t1jax.rollout.sglang import Engine, EngineModel, Settings
+from t1jax.types import SamplerError
+
+
+class Member:
+    """`alive`: it has the fleet's weights and has not failed; else `why` says what happened."""
+
+    def __init__(self, index: int, log: Path):
+        self.index, self.log = index, log
+        self.server: Server | None = None
+        self.engine: Engine | None = None
+        self.alive, self.why = False, "it was never started"
+        self.failures = 0  # health probes without an answer, in a row
+        self.trials: set[int] = set()
+
+    def check(self) -> bool:
+        """`alive`, after a look at the process."""
+        if self.alive and (cause := server.ended(self.server)):
+            self.alive, self.why = False, cause
+        return self.alive
+
+    async def start(
+        self, config: ServerConfig, checkpoint: Path, model: EngineModel, settings: Settings
+    ) -> None:
+        """A new process in place of the last one. Raises SamplerError where it does not come up."""
+        await self.close()
+        self.server = server.start(config, checkpoint, self.log, self.index)
+        await server.wait_ready(self.server, config.start_timeout_s)
+        self.engine = Engine(self.server.url, model, settings)
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Whether it is alive and its server answers."""
+        if not self.check():
+            return False
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.engine.version()
+        except (SamplerError, TimeoutError):
+            return False
+        return True
+
+    async def prove(self, tokens: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
+        """Makes it alive, or raises SamplerError where its log-probs of `tokens` i32[N] are not the
+        `expected` f32[N-1]."""
+        found = await self.engine.logprobs(tokens)
+        gap = np.abs(found - expected).max() if found.shape == expected.shape else np.inf
+        if not gap <= tolerance:
+            raise SamplerError(f"its log-probs of a probe are {gap:.2g} nats off")
+        self.alive, self.failures = True, 0
+
+    async def probe(self, timeout_s: float, allowed: int) -> None:
+        """A health probe; the `allowed`-th in a row without an answer ends the process.
+
+        So its requests fail at once, and nothing of it holds memory or a core.
+        """
+        healthy = self.check() and await self.engine.healthy(timeout_s)
+        if not self.alive:
+            return
+        self.failures = 0 if healthy else self.failures + 1
+        if self.failures >= allowed:
+            self.alive, self.why = (
+                False,
+                f"{allowed} health probes got no answer in {timeout_s:g} s",
+            )
+            await self.kill()
+
+    async def kill(self) -> None:
+        """Ends the process at once. Its requests fail; the client stays until they have."""
+        self.alive = False
+        if self.server:
+            await asyncio.to_thread(server.stop, self.server, 0.0)
+
+    async def close(self) -> None:
+        """Ends process and client, while no request is in flight."""
+        self.alive = False
+        if self.server:
+            await asyncio.to_thread(server.stop, self.server)
+        if self.engine:
+            await self.engine.close()
+        self.server = self.engine = None
