@@ -62,7 +62,7 @@ class Chat:
         if self._observation[:1] != [self._end]:
             raise TemplateError("the chat template does not end a reply with <|im_end|>")
         if source:
-            probe(source, self._encode_all, self._append_all)
+            probe(source, self.encode_rendered, self._append_all)
 
     @property
     def vocab_size(self) -> int:
@@ -102,7 +102,7 @@ class Chat:
             else m | {"content": re.sub(names, lambda x: x[0][0] + " " + x[0][1:], m["content"])}
             for m in messages
         ]
-        return np.array(self._encode_all(self._template.render(harmless)), np.int32)
+        return np.array(self.encode_rendered(self._template.render(harmless)), np.int32)
 
     def reply_text(self, ids: np.ndarray) -> str:
         """What a sampled reply says, without the id that ended it."""
@@ -151,7 +151,7 @@ class Chat:
                 ids.append(np.array([part], np.int32))
         return np.concatenate(ids)
 
-    def _encode_all(self, text: str) -> list[int]:
+    def encode_rendered(self, text: str) -> list[int]:
         """Ids of rendered text, special tokens recognised."""
         return self._all.encode(text, add_special_tokens=False).ids
 

@@ -98,6 +98,14 @@ class Audit:
         """Share of sampled positions that are not the sampler's own."""
         return self.drifted / max(self.sampled, 1)
 
+    def __add__(self, other: "Audit") -> "Audit":
+        return Audit(
+            self.joins + other.joins,
+            self.drops + other.drops,
+            self.sampled + other.sampled,
+            self.drifted + other.drifted,
+        )
+
 
 def count(trajectories: Iterable[Trajectory]) -> Audit:
     """Counts all turns but those that open a trial, and all ids."""

@@ -93,7 +93,7 @@ def test_a_template_that_drops_thoughts_gives_one_stream_of_the_samplers_ids(cha
     """Trap 2: each prompt begins otherwise than the last turn ended, and still an episode is one row."""
     said = replies(chat, bash("echo one"), bash("echo two"), SUBMIT)
     (chunk,), prompts = play(task, chat, said)
-    thoughts = len(chat._encode_all("<think>\n\n</think>\n\n"))
+    thoughts = len(chat.encode_rendered("<think>\n\n</think>\n\n"))
     assert [(t.join, t.drop) for t in chunk.turns] == [
         ("split", (0, 0)),
         ("normalized", (thoughts, 0)),

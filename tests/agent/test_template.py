@@ -49,7 +49,7 @@ def test_an_append_only_template_gives_its_own_ids(tmp_path):
     ids = [chat.opening("Be brief.", "List."), chat.reply("ls"), chat.observation("a\nb")]
     text = Template(APPENDS).render(conversation("Be brief.", "List.", [("ls", "a\nb")]))
     assert chat.decode(np.concatenate(ids)) == text
-    np.testing.assert_array_equal(np.concatenate(ids), chat._encode_all(text))
+    np.testing.assert_array_equal(np.concatenate(ids), chat.encode_rendered(text))
 
 
 def test_the_built_in_pieces_are_chatml(tmp_path):
