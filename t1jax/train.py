@@ -25,7 +25,7 @@ from t1jax.checkpoint import Checkpoints, save_params
 from t1jax.evaluate import evaluate, summarize, table
 from t1jax.experiment import ConfigError, Experiment, read_experiment, write_config
 from t1jax.files import write_json
-from t1jax.guard import check_finite, check_parity
+from t1jax.guard import check_finite, check_parity, check_version
 from t1jax.mesh import make_mesh
 from t1jax.metrics import MetricsWriter, read_metrics
 from t1jax.plot import plot_run
@@ -106,6 +106,7 @@ def train(experiment: Experiment, workdir: Path) -> dict:
                 # A trial of several chunks has several rows: whole multiples keep the shapes few.
                 rows = -(-len(trained) // experiment.rollout.trials) * experiment.rollout.trials
                 batch = make_batch(trained, length, rows)
+                check_version(batch, step)
                 advantages = jax.block_until_ready(score(state, batch))
                 clock.lap("score")
                 check_parity(c.parity_band, advantages.old_logp, batch, step)
