@@ -1,8 +1,9 @@
 """An SGLang 0.5.23 server; all flags are SGLang's own. Run by t1jax/rollout/server.py.
 
-It ends when the thread that started it does. With "--device cpu" it runs on CPUs without AMX: SGLang's wheel
-expects CUDA kernels or those of the sgl-kernel wheel for AMX, and plain torch is put in their place. The module
-is imported again in every process that SGLang spawns, and patches it, too.
+It ends when the thread that started it does. Routed experts go out in one or two bytes each: see routes.py. With
+"--device cpu" it runs on CPUs without AMX: SGLang's wheel expects CUDA kernels or those of the sgl-kernel wheel
+for AMX, and plain torch is put in their place. The module is imported again in every process that SGLang
+spawns, and patches it, too.
 """
 
 import ctypes
@@ -70,10 +71,20 @@ def patch_sglang() -> None:
     elementwise._launch_fused_gate_sigmoid_mul = delta_net.shared_expert_gate
 
 
+def narrow_routes() -> None:
+    try:
+        import routes
+
+        routes.install()
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(f"launch/engine/routes.py does not fit this SGLang: {error}") from error
+
+
 if "cpu" in sys.argv:
     declare_torchvision_ops()
     install_kernels()
     patch_sglang()
+narrow_routes()
 
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -34,6 +34,9 @@ CPU_ENVIRONMENT = {
     "SGLANG_MAMBA_CONV_DTYPE": "float32",  # bfloat16 puts log-probs off by 2.5 nats
 }
 TAIL_BYTES = 100_000
+# Huge pages: a long reply passes through several fresh buffers of up to 17 MB, whose page faults cost more than
+# what is done in them.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
@@ -84,7 +87,7 @@ def start(config: ServerConfig, model: Path, log: Path, index: int = 0, threads:
         begin = output.tell()
         process = subprocess.Popen(
             [str(x) for x in arguments],
-            env={**os.environ, **OFFLINE, **environment},
+            env={**HUGE_PAGES, **os.environ, **OFFLINE, **environment},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -136,7 +139,7 @@ def tail(server: Server) -> str:
         log.seek(max(server.begin, log.seek(0, os.SEEK_END) - TAIL_BYTES))
         text = log.read()
     lines = text.decode(errors="replace").splitlines()
-    errors = [line.strip() for line in lines if "Error" in line]
+    errors = [line.strip() for line in lines if "Error" in line or ": error: " in line]
     return f"{errors[-1]} ({server.log})" if errors else f"see {server.log}"
 
 
