@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import functools
 import json
 import threading
 from collections.abc import Awaitable, Callable
@@ -135,21 +134,27 @@ class Proxy:
         await self._session.close()
 
     async def _handle(self, request: web.Request) -> web.Response:
-        text = await request.read()
-        body = json.loads(text) if text else None
-        forward = functools.partial(self._forward, request.method, request.path)
+        data = await request.read()
         change = self._on.get(request.path)
+        if not change:
+            status, text = await self._ask(request, data)
+            return web.Response(status=status, text=text)
+
+        async def forward(body):
+            status, text = await self._ask(request, json.dumps(body).encode() if body else None)
+            if status != 200:
+                raise _Refused(status, text)
+            return json.loads(text)
+
         try:
-            return web.json_response(await (change(body, forward) if change else forward(body)))
+            return web.json_response(await change(json.loads(data) if data else None, forward))
         except _Refused as refused:
             return web.Response(status=refused.args[0], text=refused.args[1])
 
-    async def _forward(self, method: str, path: str, body: dict | None) -> dict:
-        async with self._session.request(method, self._target + path, json=body) as answer:
-            text = await answer.text()
-            if answer.status != 200:
-                raise _Refused(answer.status, text)
-            return json.loads(text) if text else {}
+    async def _ask(self, request: web.Request, data: bytes | None) -> tuple[int, str]:
+        url, headers = self._target + request.path_qs, {"Content-Type": "application/json"}
+        async with self._session.request(request.method, url, data=data, headers=headers) as answer:
+            return answer.status, await answer.text()
 
 
 class _Refused(Exception):

@@ -208,10 +208,9 @@ class Fleet:
             raise RuntimeError("weights can be loaded only while no request is in flight")
         await asyncio.gather(*self._requests, return_exceptions=True)  # their callers have gone
         self.version = -1
-        answers = await asyncio.gather(
-            *(m.answers(self._config.probe_timeout_s) for m in self._members)
-        )
-        running = [m for m, answer in zip(self._members, answers, strict=True) if answer]
+        wait = self._config.probe_timeout_s
+        drained = await asyncio.gather(*(m.drains(wait) for m in self._members))
+        running = [m for m, well in zip(self._members, drained, strict=True) if well]
         others = [m for m in self._members if m not in running]
         for member in running:
             member.alive = False  # until it has proved that it has the weights

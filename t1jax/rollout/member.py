@@ -37,14 +37,13 @@ class Member:
         await server.wait_ready(self.server, config.start_timeout_s)
         self.engine = Engine(self.server.url, model, settings)
 
-    async def answers(self, timeout_s: float) -> bool:
-        """Whether it is alive and its server answers."""
+    async def drains(self, timeout_s: float) -> bool:
+        """Whether it is alive and its server has ended all requests in time."""
         if not self.check():
             return False
         try:
-            async with asyncio.timeout(timeout_s):
-                await self.engine.version()
-        except (SamplerError, TimeoutError):
+            await self.engine.drain(timeout_s)
+        except SamplerError:
             return False
         return True
 

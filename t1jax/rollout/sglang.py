@@ -104,6 +104,13 @@ class Engine:
         info = await self._call("/model_info", None, self._settings.control_timeout_s)
         return str(info.get("weight_version"))
 
+    async def drain(self, timeout_s: float) -> None:
+        """Waits until the server has nothing to do, and empties its cache.
+
+        An aborted request and a health probe go on for a moment; a change of weights would meet them.
+        """
+        await self._call(f"/flush_cache?timeout={timeout_s:g}", {}, timeout_s + 1)
+
     async def load(self, checkpoint: Path, version: int) -> None:
         """Reads weights from a Hugging Face folder and forgets all that was cached under the old ones."""
         body = {

@@ -172,7 +172,7 @@ def test_an_engine_killed_among_replies_costs_its_trials_one_attempt(whole, task
     for chunk in chunks:
         chunk.check()
         assert chunk.status == "length" and chunk.reward is not None
-        assert set(chunk.versions) <= {-1, fleet.version}
+        assert set(chunk.versions) == {fleet.version}
     assert not victim.alive and "the server ended with -9" in victim.why
     until(lambda: not group_of(victim), 10)
 
@@ -202,7 +202,7 @@ def test_a_hung_engine_is_ended_and_comes_back_with_the_next_weights(whole, task
     publish(fleet, params)
     assert victim.server.process.pid != old
     chunks, _, _ = run(fleet, tasks[:2])
-    assert {v for c in chunks for v in c.versions} == {-1, publish.version}
+    assert {v for c in chunks for v in c.versions} == {publish.version}
 
 
 @pytest.mark.engine
@@ -217,7 +217,6 @@ def test_one_engine_that_refuses_weights_leaves_none_serving(whole):
             publish(fleet, params)
     assert refuses_to_serve(fleet)
     publish(fleet, params)
-    assert asyncio.run(fleet.sample(next(NUMBERS), 0, STREAM, 0, 4)).version == publish.version
 
 
 @pytest.mark.engine
