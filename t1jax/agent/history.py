@@ -153,14 +153,14 @@ class RetokenizedHistory(TextHistory):
     def add(self, reply: Sampled) -> Joined:
         first = not self._turns
         context, _, _ = super().add(reply)
-        self._experts = reply.experts
+        self._last, self._experts = self._prompt, reply.experts
         return Joined(context, "split" if first else "retokenized")
 
     def experts(self) -> list[np.ndarray]:
         return [self._experts]
 
     def rewrite(self, said: list[Said]) -> list[Said]:
-        return retokenize(self._prompt, said, self._chat.pieces)
+        return retokenize(self._last, said, self._chat.pieces)
 
 
 def retokenize(prompt: np.ndarray, said: list[Said], pieces: Pieces) -> list[Said]:

@@ -141,12 +141,13 @@ def test_words_that_the_template_changes_open_a_chunk(chat, task):
     assert count([first, second]).joins == {"split": 1, "normalized": 1}
 
 
-def test_the_context_limit_holds_for_prompts_and_for_the_stream(chat, task):
+@pytest.mark.parametrize("history", ["stitched", "retokenized"])
+def test_the_context_limit_holds_for_prompts_and_for_the_stream(chat, task, history):
     """Thoughts that the template drops stay in the stream, which is the longer of the two."""
     said = replies(chat, *[bash("echo one")] * 8)
-    (whole,), _ = play(task, chat, said)
-    for limit in range(len(whole.turns[0].context) + 1, len(whole.tokens), 13):
-        (chunk,), prompts = play(task, chat, said, max_context=limit)
+    (whole,), _ = play(task, chat, said, history=history)
+    for limit in range(len(whole.turns[0].context) + 9, len(whole.tokens), 13):
+        (chunk,), prompts = play(task, chat, said, max_context=limit, history=history)
         assert len(chunk.tokens) <= limit
         assert chunk.status in ("context_full", "length")
         assert max(map(len, prompts)) < limit
