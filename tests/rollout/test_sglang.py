@@ -9,10 +9,11 @@ import pytest
 from aiohttp import web
 
 from t1jax.rollout.sglang import Engine, EngineModel, Settings, check_stream, read_experts
-from t1jax.types import SamplerError
+from t1jax.types import SamplerError, Sampling
 
 MODEL = EngineModel(vocab_size=50, context=32, layers=2, num_experts=8, experts_per_token=2)
-SETTINGS = Settings(1.0, 1.0, 0, (3,), reply_timeout_s=5.0, control_timeout_s=1.0)
+SAMPLING = Sampling(1.0, 1.0, 0)
+SETTINGS = Settings((3,), reply_timeout_s=5.0, control_timeout_s=1.0)
 
 
 def packed(rows: int, dtype=np.int32, value: int = 5) -> str:
@@ -109,7 +110,7 @@ def ask(handler, version: int = 2, called: list | None = None, **calls):
         port = site._server.sockets[0].getsockname()[1]
         engine = Engine(f"http://127.0.0.1:{port}", MODEL, dataclasses.replace(SETTINGS, **calls))
         try:
-            return await engine.generate(np.arange(4, dtype=np.int32), 2, 8, version)
+            return await engine.generate(np.arange(4, dtype=np.int32), 2, 8, SAMPLING, version)
         finally:
             await engine.close()
             await runner.cleanup()
@@ -200,7 +201,7 @@ def test_a_server_that_is_gone_is_named():
         engine = Engine("http://127.0.0.1:9", MODEL, SETTINGS)
         try:
             assert not await engine.healthy(0.5)
-            await engine.generate(np.arange(4, dtype=np.int32), 0, 8, 2)
+            await engine.generate(np.arange(4, dtype=np.int32), 0, 8, SAMPLING, 2)
         finally:
             await engine.close()
 
