@@ -52,9 +52,11 @@ class Speaker:
 
     async def sample(self, trial, turn, tokens, experts_start, max_new) -> Sampled:
         self.prompts.append(tokens)
-        ids = self.said[turn][:max_new]
+        ids, finish = self.said[turn][:max_new], "stop"
+        if len(ids) < len(self.said[turn]):
+            finish = "length"
         rows = experts_of(np.concatenate([tokens, ids]))[experts_start:]
-        return Sampled(ids, logprobs_of(ids), rows, experts_start, "stop", 7, 0.0)
+        return Sampled(ids, logprobs_of(ids), rows, experts_start, finish, 7, 0.0)
 
     async def release(self, trial) -> None:
         pass
