@@ -67,6 +67,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.engine = dict(kind=a.sampler, slots=64, prefill_rows=8, prefill_buckets=(16, 64))
     c.fleet = dict(  # with engine.kind="sglang"
         server=dict(
+            python=".venv-sglang/bin/python",
             device="cpu",
             dtype="float32",
             max_running=64,
@@ -75,6 +76,7 @@ def get_config(arg: str = "") -> ConfigDict:
             flags="",
         ),
         engines=1,
+        urls="",
         transfer="disk",  # "tensors": without files, see rollout/fleet.py
         bucket_bytes=256 * 2**20,
         reply_timeout_s=60.0,

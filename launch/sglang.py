@@ -3,13 +3,14 @@
     python launch/sglang.py --checkpoint=HF_FOLDER --engines=2                  one engine a GPU
     python launch/sglang.py --checkpoint=HF_FOLDER --engines=1 --device=cpu     see launch/setup.sh --sglang
 
-When all are ready, one line with their addresses is printed, as JSON. Further flags of SGLang go behind "--".
+When all are ready, one line with their addresses is printed: what a run takes as --config.fleet.urls. Further flags
+of SGLang go behind "--".
 """
 
 import asyncio
-import json
 import shlex
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -30,6 +31,7 @@ async def wait_all(servers: list[server.Server], timeout_s: float) -> None:
 
 def main() -> None:
     config = server.ServerConfig(
+        python=PYTHON.value,
         device=DEVICE.value,
         dtype=DTYPE.value,
         max_running=MAX_RUNNING.value,
@@ -41,7 +43,7 @@ def main() -> None:
     try:
         for i in range(ENGINES.value):
             log = Path(LOGS.value) / f"engine-{i}.log"
-            servers.append(server.start(config, Path(CHECKPOINT.value), log, i))
+            servers.append(server.start(config, Path(CHECKPOINT.value), log, i, host=HOST.value))
         try:
             asyncio.run(wait_all(servers, TIMEOUT.value))
         except ExceptionGroup as failed:
@@ -49,7 +51,9 @@ def main() -> None:
         stopped = threading.Event()
         for sign in (signal.SIGTERM, signal.SIGINT):
             signal.signal(sign, lambda *_: stopped.set())
-        print(json.dumps([one.url for one in servers]), flush=True)
+        # Who listens everywhere is found by name.
+        print(*(one.url.replace("//0.0.0.0:", f"//{socket.gethostname()}:") for one in servers))
+        sys.stdout.flush()
         while not stopped.wait(1.0):
             for one in servers:
                 if one.process.poll() is not None:
@@ -62,6 +66,8 @@ def main() -> None:
 if __name__ == "__main__":
     CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A Hugging Face folder.", required=True)
     ENGINES = flags.DEFINE_integer("engines", 1, "How many.", lower_bound=1)
+    PYTHON = flags.DEFINE_string("python", ".venv-sglang/bin/python", "One that has SGLang.")
+    HOST = flags.DEFINE_string("host", "127.0.0.1", "Where they listen; they trust whoever asks.")
     DEVICE = flags.DEFINE_enum("device", "cuda", ["cpu", "cuda"], "Where they run.")
     DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16"], "Of weights and KV.")
     MAX_RUNNING = flags.DEFINE_integer("max_running", 16, "Requests at a time.", lower_bound=1)

@@ -1,24 +1,29 @@
 #!/usr/bin/env bash
 # Set-up and tests; without arguments, exactly as CI runs them.
-#   bash launch/test.sh             all but the engine tests
-#   bash launch/test.sh --fast      the inner loop: without the tests marked slow
-#   bash launch/test.sh -k moe      further arguments go to pytest
-#   bash launch/test.sh --engines   those on real SGLang engines alone (2.6 GB of packages)
+#   bash launch/test.sh             all (4 GB of packages: transformers and SGLang in environments of their own)
+#   bash launch/test.sh --fast      the inner loop: without the tests marked slow or engine
+#   bash launch/test.sh -k moe      arguments go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-chosen="not engine" environments=(--reference)
-arguments=()
-for argument in "$@"; do
-  case "$argument" in
-    --fast) chosen="not slow and not engine" ;;
-    --engines) chosen=engine environments=(--sglang) ;;
-    *) arguments+=("$argument") ;;
-  esac
-done
-bash launch/setup.sh "${environments[@]}"
+if [ "${1:-}" = --fast ]; then
+  bash launch/setup.sh
+else
+  bash launch/setup.sh --reference --sglang
+fi
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 # Tracing and compiling keep one core busy, so two workers halve the time; a file's tests share fixtures.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile -m "$chosen" "${arguments[@]}"
+tests() { .venv/bin/python -m pytest -n 2 --dist loadfile "$@"; }
+if [ "${1:-}" = --fast ]; then
+  tests -m "not slow and not engine" "${@:2}"
+elif [ $# -gt 0 ]; then
+  tests "$@"
+else
+  status=0
+  # Engines keep both cores busy, and deadlines are tested on them: alone.
+  .venv/bin/python -m pytest -m engine || status=$?
+  tests -m "not engine" || status=$?
+  exit $status
+fi

@@ -167,6 +167,13 @@ class Experiment:
             raise ConfigError(
                 f"episode.history={self.episode.history} renders a chat_template: name one"
             )
+        fleet = self.fleet
+        noticed = fleet.probe_failures * (fleet.probe_period_s + fleet.probe_timeout_s)
+        if self.engine.kind == "sglang" and not noticed < self.episode.agent_timeout_s:
+            raise ConfigError(
+                f"fleet: its probes notice a hung engine after {noticed:g} s, which must be below "
+                f"episode.agent_timeout_s={self.episode.agent_timeout_s:g}"
+            )
         if not self.episode.command_timeout_s < self.episode.agent_timeout_s:
             raise ConfigError("episode: command_timeout_s must be below agent_timeout_s")
         if self.rollout.trials % (self.ppo.microbatch * self.mesh.data):

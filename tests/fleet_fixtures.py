@@ -32,8 +32,11 @@ QWEN3 = dataclasses.replace(
     **dict.fromkeys(DELTA_FIELDS, 0),
 )
 FLEET = FleetConfig(
-    server=ServerConfig("cpu", "float32", 16, 8192, start_timeout_s=300.0, flags=""),
+    server=ServerConfig(
+        ".venv-sglang/bin/python", "cpu", "float32", 16, 8192, start_timeout_s=300.0, flags=""
+    ),
     engines=2,
+    urls="",
     transfer="disk",
     bucket_bytes=2**20,
     reply_timeout_s=60.0,

@@ -42,12 +42,13 @@ CLOSED = "the fleet is closed"
 class FleetConfig:
     """How many servers of what kind, how they get weights, and how their health is watched.
 
-    transfer: "disk" writes a folder that every engine reads; "tensors" sends them to running engines, and
+    transfer: "disk" writes a folder that every engine reads (on other machines under the same path); "tensors" sends them to running engines, and
     writes the folder only for engines that must be started.
     """
 
     server: ServerConfig
     engines: int
+    urls: str  # of servers that run already, in place of `engines` started here: "http://HOST:PORT ..."
     transfer: Literal["disk", "tensors"]
     bucket_bytes: int  # of tensors in one request
     reply_timeout_s: float
@@ -90,7 +91,11 @@ class Fleet:
         self.sampling = sampling
         self.rewritten = 0  # ids of earlier turns that a caller's stream did not repeat
         self._streams: dict[int, np.ndarray] = {}
-        self._members = [Member(i, self._folder / f"engine-{i}.log") for i in range(config.engines)]
+        urls = config.urls.split() or [None] * config.engines
+        logs = (self._folder / f"engine-{i}.log" for i in range(len(urls)))
+        self._members = [
+            Member(i, log, url) for i, (log, url) in enumerate(zip(logs, urls, strict=True))
+        ]
         self._home: dict[int, Member] = {}
         self._requests: set[asyncio.Task] = set()
         self._admission = TokenBucket(config.starts_per_s, config.burst)

@@ -12,10 +12,13 @@ from t1jax.types import SamplerError
 
 
 class Member:
-    """`alive`: it has the fleet's weights and has not failed; else `why` says what happened."""
+    """`alive`: it has the fleet's weights and has not failed; else `why` says what happened.
 
-    def __init__(self, index: int, log: Path):
-        self.index, self.log = index, log
+    With a `url` it is a server that others run: it is not started or ended, but waited for.
+    """
+
+    def __init__(self, index: int, log: Path, url: str | None):
+        self.index, self.log, self.url = index, log, url
         self.server: Server | None = None
         self.engine: Engine | None = None
         self.alive, self.why = False, "it was never started"
@@ -33,7 +36,10 @@ class Member:
     ) -> None:
         """A new process in place of the last one. Raises SamplerError where it does not come up."""
         await self.close()
-        self.server = server.start(config, checkpoint, self.log, self.index)
+        if self.url:
+            self.server = server.found(self.url)
+        else:
+            self.server = server.start(config, checkpoint, self.log, self.index)
         await server.wait_ready(self.server, config.start_timeout_s)
         self.engine = Engine(self.server.url, model, settings)
 
@@ -73,10 +79,12 @@ class Member:
             await self.kill()
 
     async def kill(self) -> None:
-        """Ends the process at once. Its requests fail; the client stays until they have."""
+        """Ends the process at once, or the client of one that others run. Its requests fail."""
         self.alive = False
         if self.server:
             await asyncio.to_thread(server.stop, self.server, 0.0)
+        if self.url and self.engine:
+            await self.engine.close()
 
     async def close(self) -> None:
         """Ends process and client, while no request is in flight."""

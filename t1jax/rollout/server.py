@@ -1,7 +1,8 @@
 """SGLang servers as processes: started, waited for, stopped. One server is one engine.
 
-A server runs launch/engine/server.py in a session of its own, on a CPU in .venv-sglang, and logs into a file.
-It ends when the thread that started it does, so that no engine outlives its run.
+A server runs launch/engine/server.py in a session of its own, in an environment that has SGLang, and logs into a
+file. It ends when the thread that started it does, so that no engine outlives its run. One that runs already,
+wherever, is `found` by its address.
 """
 
 import asyncio
@@ -12,7 +13,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,6 @@ import aiohttp
 from t1jax.types import SamplerError
 
 ROOT = Path(__file__).parents[2]
-CPU_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--mem-fraction-static", "0.02", "--disable-cuda-graph"),
@@ -44,6 +43,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 class ServerConfig:
     """What a server serves. `flags`: more of SGLang's own, as in a shell."""
 
+    python: str  # that has SGLang; relative to the project's root
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16"]
     max_running: int  # requests at a time
@@ -54,31 +54,41 @@ class ServerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A running process. url: "http://127.0.0.1:PORT". Its part of the log begins at `begin`."""
+    """url: "http://HOST:PORT". Its part of the log begins at `begin`. process: None where others run it."""
 
-    process: subprocess.Popen
+    process: subprocess.Popen | None
     url: str
     log: Path
     begin: int
 
 
-def start(config: ServerConfig, model: Path, log: Path, index: int = 0, threads: int = 1) -> Server:
+def start(
+    config: ServerConfig,
+    model: Path,
+    log: Path,
+    index: int = 0,
+    threads: int = 1,
+    host: str = "127.0.0.1",
+) -> Server:
     """Starts a server of the Hugging Face checkpoint `model`; see `wait_ready`.
 
     index: which of the machine's GPUs it uses. threads: of a server on the CPU; those of a tiny model wait for
     each other. Raises SamplerError where SGLang is not installed.
     """
-    port = free_port()
+    python, port = ROOT / Path(config.python).expanduser(), free_port()
+    if not python.exists():
+        raise SamplerError(
+            f"{python} is missing: run bash launch/setup.sh --sglang (for a CPU), or name a Python that has "
+            "SGLang (fleet.server.python)"
+        )
     if config.device == "cpu":
-        if not CPU_PYTHON.exists():
-            raise SamplerError(f"{CPU_PYTHON} is missing: run bash launch/setup.sh --sglang")
-        python, environment = CPU_PYTHON, CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
+        environment = CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
         device = (*CPU_FLAGS, "--max-mamba-cache-size", 4 * config.max_running)
     else:
-        python, environment, device = sys.executable, {}, ("--base-gpu-id", index)
+        environment, device = {}, ("--base-gpu-id", index)
     arguments = (
         *(python, ROOT / "launch" / "engine" / "server.py", *device),
-        *("--model-path", model, "--dtype", config.dtype, "--host", "127.0.0.1", "--port", port),
+        *("--model-path", model, "--dtype", config.dtype, "--host", host, "--port", port),
         *("--max-running-requests", config.max_running, "--max-total-tokens", config.max_tokens),
         *("--enable-return-routed-experts", "--skip-tokenizer-init", *shlex.split(config.flags)),
     )
@@ -93,7 +103,12 @@ def start(config: ServerConfig, model: Path, log: Path, index: int = 0, threads:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Server(process, f"http://127.0.0.1:{port}", log, begin)
+    return Server(process, f"http://{host}:{port}", log, begin)
+
+
+def found(url: str) -> Server:
+    """A server that others have started, with launch/sglang.py say."""
+    return Server(None, url.rstrip("/"), Path(), 0)
 
 
 async def wait_ready(server: Server, timeout_s: float) -> None:
@@ -105,7 +120,8 @@ async def wait_ready(server: Server, timeout_s: float) -> None:
                 if cause := ended(server):
                     raise SamplerError(cause)
                 if time.monotonic() > until:
-                    raise SamplerError(f"no server after {timeout_s:g} s: {tail(server)}")
+                    where = tail(server) if server.process else f"nothing answers at {server.url}"
+                    raise SamplerError(f"no server after {timeout_s:g} s: {where}")
                 await asyncio.sleep(0.5)
     except BaseException:
         await asyncio.to_thread(stop, server)
@@ -113,7 +129,12 @@ async def wait_ready(server: Server, timeout_s: float) -> None:
 
 
 def stop(server: Server, grace_s: float = 10.0) -> None:
-    """Ends the server and all processes it made; without `grace_s` at once. Idempotent."""
+    """Ends the server and all processes it made; without `grace_s` at once. Idempotent.
+
+    One that others run is left alone.
+    """
+    if server.process is None:
+        return
     for sign, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.process.pid, sign)
@@ -127,8 +148,8 @@ def stop(server: Server, grace_s: float = 10.0) -> None:
 
 
 def ended(server: Server) -> str | None:
-    """Why the server is no more, None while it runs."""
-    code = server.process.poll()
+    """Why the server is no more, None while it runs, or where others run it."""
+    code = server.process and server.process.poll()
     return None if code is None else f"the server ended with {code}: {tail(server)}"
 
 

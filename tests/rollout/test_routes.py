@@ -25,7 +25,9 @@ QWEN3 = dataclasses.replace(
     rotary_fraction=1.0,
     **dict.fromkeys(DELTA_FIELDS, 0),
 )
-CPU = server.ServerConfig("cpu", "float32", 4, 8192, start_timeout_s=300.0, flags="")
+CPU = server.ServerConfig(
+    ".venv-sglang/bin/python", "cpu", "float32", 4, 8192, start_timeout_s=300.0, flags=""
+)
 
 
 @pytest.mark.engine
