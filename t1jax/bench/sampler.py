@@ -34,8 +34,7 @@ SGLANG = server.ServerConfig(
     max_running=max(STREAMS),
     max_tokens=2 * max(STREAMS) * (PROMPT + REPLY),
     start_timeout_s=300.0,
-    # It would otherwise keep a core busy while others have their turn.
-    flags="--weight-version 0 --disable-radix-cache --sleep-on-idle",
+    flags="--weight-version 0 --disable-radix-cache",
 )
 LOGS = Path("runs/bench")
 
