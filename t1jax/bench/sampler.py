@@ -129,7 +129,7 @@ def sample_sglang(url: str, streams: int) -> float:
 @contextlib.contextmanager
 def engines(checkpoint: Path) -> Iterator[list[str]]:
     """Addresses of SGLang servers, one for each number of threads; none where it is not installed."""
-    if not server.CPU_PYTHON.exists():
+    if not (server.ROOT / SGLANG.python).exists():
         print("SGLang is left out: bash launch/setup.sh --sglang installs it")
         yield []
         return

@@ -15,7 +15,7 @@ from t1jax.model.hf import by_path, export_params, export_tensors
 from t1jax.model.hf_files import Shards
 from t1jax.model.lm import init_policy
 from t1jax.rollout.admission import TokenBucket
-from t1jax.rollout.server import CPU_PYTHON
+from t1jax.rollout.server import ROOT
 from t1jax.rollout.tensors import buckets, pack
 
 
@@ -131,7 +131,7 @@ def test_packed_tensors_are_those_that_torch_reads():
         for name, x in pickle.loads(base64.b64decode(sys.stdin.read())):
             print(name, x.dtype, *x.shape, *x.float().flatten().tolist())"""
     done = subprocess.run(
-        [CPU_PYTHON, "-c", code],
+        [ROOT / FLEET.server.python, "-c", code],
         input=pack(values.items()),
         env=os.environ | {"PYTHONWARNINGS": "error"},
         capture_output=True,
