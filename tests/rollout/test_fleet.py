@@ -9,7 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from fleet_fixtures import QWEN3, QWEN3_5, logp, make_fleet
+from fleet_fixtures import FLEET, QWEN3, QWEN3_5, logp, make_fleet
 
 from t1jax.model.hf import by_path, export_params, export_tensors
 from t1jax.model.hf_files import Shards
