@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -30,6 +31,13 @@ def _byte_characters() -> dict[str, str]:
 
 
 BYTES = _byte_characters()
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, and its ids i32[N]."""
+
+    text: str
+    ids: np.ndarray
 
 
 class Chat:
@@ -90,28 +98,45 @@ class Chat:
         """i32[S]: a reply written by hand, closed by <|im_end|>."""
         return self._join(text, self._end)
 
-    def render(self, messages: Sequence[dict[str, str]]) -> np.ndarray:
-        """i32[N]: a whole conversation as the template writes it, up to the next reply.
+    def render(self, messages: Sequence[dict[str, str]], before: Rendered) -> Rendered:
+        """A whole conversation as the template writes it, up to the next reply.
 
-        A special token in a message of anyone but the assistant is broken up, so that it is read as text.
+        before: what was rendered last, of which the ids are kept up to where the texts part.
         """
+        text = self._template.render(messages)
+        n, end = _common(text, before.text), SPECIAL_TOKENS[2]
+        cut = text.rfind(end, 0, n)
+        if cut < 0:
+            return Rendered(text, np.array(self.encode_rendered(text), np.int32))
+        # A special token parts the text: what stands before it is encoded as it was.
+        kept = np.flatnonzero(before.ids == self._end)[text.count(end, 0, cut)]
+        ids = self.encode_rendered(text[cut:])
+        return Rendered(text, np.concatenate([before.ids[:kept], np.array(ids, np.int32)]))
+
+    def harmless(self, text: str) -> str:
+        """The text with special tokens broken up, so that a rendering has none but its own."""
         names = "|".join(map(re.escape, self._specials))
-        harmless = [
-            m
-            if m["role"] == "assistant"
-            else m | {"content": re.sub(names, lambda x: x[0][0] + " " + x[0][1:], m["content"])}
-            for m in messages
-        ]
-        return np.array(self.encode_rendered(self._template.render(harmless)), np.int32)
+        return re.sub(names, lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     def reply_text(self, ids: np.ndarray) -> str:
         """What a sampled reply says, without the id that ended it."""
         stopped = len(ids) > 0 and ids[-1] in self.stop_ids
         return self.decode(ids[:-1] if stopped else ids)
 
+    def quote(self, ids: np.ndarray) -> str:
+        """As `reply_text`, for a message: special tokens that are only spelt out are broken up."""
+        stopped = len(ids) > 0 and ids[-1] in self.stop_ids
+        ids = ids[:-1] if stopped else ids
+        cuts = np.flatnonzero(np.diff(np.isin(ids, self._added), prepend=False))
+        runs = np.split(ids, cuts)
+        return "".join(
+            self.decode(run) if np.isin(run, self._added).any() else self.harmless(self.decode(run))
+            for run in runs
+        )
+
     def pieces(self, ids: np.ndarray) -> list[str]:
         """The bytes of each id as text of as many characters (latin-1): joined, the bytes of all."""
-        return [self._bytes[i] for i in ids.tolist()]
+        return [self._bytes.get(i, "") for i in ids.tolist()]  # a model may have ids to spare
 
     @functools.cached_property
     def _bytes(self) -> dict[int, str]:
@@ -163,3 +188,10 @@ class Chat:
             ids.append(self._join(*self._split(reply), self._end))
             ids.append(self._join(*self._observation[1:], *self._split(observation), *self._reply))
         return np.concatenate(ids)
+
+
+def _common(a: str, b: str) -> int:
+    """How many characters both begin with."""
+    n = min(len(a), len(b))
+    left, right = (np.frombuffer(x[:n].encode("utf-32-le", "surrogatepass"), "<u4") for x in (a, b))
+    return int(np.argmin(np.append(left == right, False)))

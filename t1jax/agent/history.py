@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from t1jax.agent.chat import Chat
-from t1jax.agent.stitch import Pieces, Stitcher
-from t1jax.agent.template import conversation
+from t1jax.agent.chat import Chat, Rendered
+from t1jax.agent.stitch import Pieces, Stitcher, find_text, text_edges
+from t1jax.agent.template import conversation, said
 from t1jax.types import Join, Sampled
 
 Kind = Literal["tokens", "stitched", "retokenized"]
@@ -53,16 +53,15 @@ class History(Protocol):
     def experts(self) -> list[np.ndarray]:
         """[N-1, L, K] of each chunk; a chunk begins with each turn whose join is "split"."""
 
-    def rewrite(self, said: list[Said]) -> list[Said]:
+    def rewrite(self, turns: list[Said]) -> list[Said]:
         """What the trainer gets of the turns."""
 
 
 def make_history(kind: Kind, chat: Chat, system: str, instruction: str) -> History:
     if kind == "tokens":
         return TokenHistory(chat, system, instruction)
-    return {"stitched": TextHistory, "retokenized": RetokenizedHistory}[kind](
-        chat, system, instruction
-    )
+    kinds = {"stitched": StitchedHistory, "retokenized": RetokenizedHistory}
+    return kinds[kind](chat, system, instruction)
 
 
 class TokenHistory:
@@ -101,97 +100,126 @@ class TokenHistory:
     def experts(self) -> list[np.ndarray]:
         return [np.concatenate(self._experts)]
 
-    def rewrite(self, said: list[Said]) -> list[Said]:
-        return said
+    def rewrite(self, turns: list[Said]) -> list[Said]:
+        return turns
 
 
 class TextHistory:
     """Messages, rendered and encoded anew each turn."""
 
-    rows = 0
+    def __init__(self, chat: Chat, system: str, instruction: str):
+        self._chat = chat
+        self._messages = conversation(chat.harmless(system), chat.harmless(instruction), [])
+        self._rendered = Rendered("", np.zeros(0, np.int32))
+        self._reply = ""
+
+    def _render(self) -> np.ndarray:
+        self._rendered = self._chat.render(self._messages, self._rendered)
+        return self._rendered.ids
+
+    def observe(self, text: str, closed: bool) -> None:
+        self._messages += said(self._reply, self._chat.harmless(text))
+
+
+class StitchedHistory(TextHistory):
+    """Prompts joined around the sampler's own ids; a chunk for each that cannot be joined."""
 
     def __init__(self, chat: Chat, system: str, instruction: str):
-        self._chat, self._system, self._instruction = chat, system, instruction
-        self._turns: list[tuple[str, str]] = []
-        self._reply = ""
+        super().__init__(chat, system, instruction)
         self._stitcher = Stitcher(chat.pieces)
+
+    @property
+    def rows(self) -> int:
+        return self._stitcher.rows
 
     @property
     def length(self) -> int:
         return self._stitcher.length
 
     def prompt(self) -> np.ndarray:
-        messages = conversation(self._system, self._instruction, self._turns)
-        self._prompt = self._chat.render(messages)
-        self._join = self._stitcher.read(self._prompt)
-        return self._prompt
+        prompt = self._render()
+        self._join = self._stitcher.read(prompt)
+        return prompt
 
     def add(self, reply: Sampled) -> Joined:
-        if reply.experts_start:
-            raise ValueError(f"the sampler left out {reply.experts_start} rows of experts")
-        self._stitcher.add(reply.ids, reply.experts)
-        self._reply = self._chat.reply_text(reply.ids)
-        return Joined(self._prompt[self._join.resume :], self._join.case, self._join.drop)
-
-    def observe(self, text: str, closed: bool) -> None:
-        self._turns.append((self._reply, text))
+        self._stitcher.add(reply.ids, reply.experts, reply.experts_start)
+        self._reply = self._chat.quote(reply.ids)
+        context = self._rendered.ids[self._join.resume :]
+        return Joined(context, self._join.case, self._join.drop)
 
     def experts(self) -> list[np.ndarray]:
         return self._stitcher.experts()
 
-    def rewrite(self, said: list[Said]) -> list[Said]:
-        return said
+    def rewrite(self, turns: list[Said]) -> list[Said]:
+        return turns
 
 
 class RetokenizedHistory(TextHistory):
     """Keeps the last prompt and its reply, with the experts of the pass that read them: one chunk."""
 
+    rows = 0
+
+    def __init__(self, chat: Chat, system: str, instruction: str):
+        super().__init__(chat, system, instruction)
+        self._last: tuple[np.ndarray, Sampled] | None = None
+        self._places: list[tuple[int, int] | None] = []  # of replies, in bytes of the prompt's text
+
     @property
     def length(self) -> int:
-        return len(self._prompt)
+        return len(self._rendered.ids)
+
+    def prompt(self) -> np.ndarray:
+        prompt, pieces = self._render(), self._chat.pieces
+        if self._last:
+            place = find_text(self._last[0], self._last[1].ids, prompt, pieces)
+            edges = text_edges(pieces(prompt))
+            self._places.append(place and (int(edges[place[0]]), int(edges[place[1]])))
+        return prompt
 
     def add(self, reply: Sampled) -> Joined:
-        first = not self._turns
-        context, _, _ = super().add(reply)
-        self._last, self._experts = self._prompt, reply.experts
-        return Joined(context, "split" if first else "retokenized")
+        rows = len(self._rendered.ids) + len(reply.ids) - 1
+        if reply.experts_start or len(reply.experts) != rows:
+            raise ValueError(f"the sampler returned {len(reply.experts)} rows of experts of {rows}")
+        join = "retokenized" if self._last else "split"
+        self._last = self._rendered.ids, reply
+        self._reply = self._chat.quote(reply.ids)
+        return Joined(reply.ids[:0], join)  # `rewrite` tells them apart
 
     def experts(self) -> list[np.ndarray]:
-        return [self._experts]
+        return [self._last[1].experts]
 
-    def rewrite(self, said: list[Said]) -> list[Said]:
-        return retokenize(self._last, said, self._chat.pieces)
+    def rewrite(self, turns: list[Said]) -> list[Said]:
+        return retokenize(self._last[0], turns, self._places, self._chat.pieces)
 
 
-def retokenize(prompt: np.ndarray, said: list[Said], pieces: Pieces) -> list[Said]:
+def retokenize(
+    prompt: np.ndarray,
+    turns: list[Said],
+    places: list[tuple[int, int] | None],
+    pieces: Pieces,
+) -> list[Said]:
     """The turns as the last prompt i32[N] holds them; the last reply, which follows it, is kept as it is.
 
-    A reply's log-prob is known where its tokens and those of the prompt have the same edges; between two
-    such edges it is shared alike by the prompt's tokens. A reply whose text the prompt has no more is none
-    of its turn's ids.
+    places: where in the prompt's text each reply but the last stands, in bytes. Its log-prob is known where
+    its tokens and those of the prompt have the same edges; between two such edges it is shared alike by the
+    prompt's tokens. A reply that does not stand there any more is none of its turn's ids.
     """
-    edges = _edges(pieces(prompt))
-    text = "".join(pieces(prompt))
-    out, done, at = [], 0, 0
-    for turn in said[:-1]:
+    edges, text = text_edges(pieces(prompt)), "".join(pieces(prompt))
+    out, done = [], 0
+    for turn, place in zip(turns[:-1], places, strict=False):
         words = pieces(turn.sampled)
-        begin = text.find("".join(words), at)
-        if begin < 0:
+        begin, end = place or (0, 0)
+        ends = np.isin((begin, end), edges).all()
+        if begin == end or not ends or text[begin:end] != "".join(words):
             out.append(Said(prompt[:0], prompt[:0], turn.logprobs[:0]))
             continue
-        at = begin + len("".join(words))
-        first, last = np.searchsorted(edges, [begin, at])
-        theirs = begin + _edges(words)
-        cuts = np.intersect1d(theirs, np.append(edges[first : last + 1], [begin, at]))
+        first, last = np.searchsorted(edges, [begin, end])
+        theirs = begin + text_edges(words)
+        cuts = np.intersect1d(theirs, edges[first : last + 1])
         span = np.searchsorted(cuts, edges[first:last], "right") - 1
         total = np.zeros(len(cuts), np.float64)
         np.add.at(total, np.searchsorted(cuts, theirs[:-1], "right") - 1, turn.logprobs)
         logprobs = (total / np.maximum(np.bincount(span, minlength=len(cuts)), 1))[span]
         out.append(Said(prompt[done:first], prompt[first:last], logprobs.astype(np.float32)))
         done = last
-    return [*out, Said(prompt[done:], said[-1].sampled, said[-1].logprobs)]
-
-
-def _edges(words: list[str]) -> np.ndarray:
-    """i64[n + 1]: where each of n pieces of text begins, and where the last one ends."""
-    return np.cumsum([0, *map(len, words)])
+    return [*out, Said(prompt[done:], turns[-1].sampled, turns[-1].logprobs)]

@@ -40,26 +40,40 @@ class Boundary(NamedTuple):
 
 def boundary(prompt: np.ndarray, reply: np.ndarray, after: np.ndarray, pieces: Pieces) -> Boundary:
     """Which case joins the prompt `after` to the turn before it; ids i32[*]."""
-    for drop in _drops(len(prompt), len(reply)):
-        kept = np.concatenate([prompt[: len(prompt) - drop[0]], reply[: len(reply) - drop[1]]])
-        if len(kept) <= len(after) and np.array_equal(kept, after[: len(kept)]):
-            return Boundary("strict" if drop == (0, 0) else "normalized", len(kept), drop)
-    end = _find_text(prompt, reply, after, pieces)
-    return Boundary("split", 0) if end is None else Boundary("retokenized", end)
+    drop = _drop(prompt, reply, after)
+    if drop == (0, 0):
+        return Boundary("strict", len(prompt) + len(reply))
+    found = None
+    if drop is None or drop[1]:
+        found = find_text(prompt, reply, after, pieces)
+    if drop is not None:
+        kept = len(prompt) + len(reply) - sum(drop)
+        # Where the dropped end came back as other ids, it must not be read twice.
+        return Boundary("normalized", found[1] if found else kept, drop)
+    return Boundary("retokenized", found[1]) if found else Boundary("split", 0)
 
 
-def _drops(prompt: int, reply: int) -> list[tuple[int, int]]:
-    """(s, u) by s + u, then by u."""
-    grid = (
-        (s, u)
-        for s in range(min(MAX_PROMPT_DROP, prompt) + 1)
-        for u in range(min(MAX_REPLY_DROP, max(reply - 1, 0)) + 1)
-    )
-    return sorted(grid, key=lambda drop: (sum(drop), drop[1]))
+def _drop(prompt: np.ndarray, reply: np.ndarray, after: np.ndarray) -> tuple[int, int] | None:
+    """(s, u) of the least s + u, and of those the least u, for which the rest is a prefix of `after`."""
+    shared = _shared(prompt, after)
+    best = None
+    for s in range(len(prompt) - shared, min(MAX_PROMPT_DROP, len(prompt)) + 1):
+        if best is not None and s > sum(best):
+            break
+        u = len(reply) - _shared(reply, after[len(prompt) - s :])
+        if u <= min(MAX_REPLY_DROP, max(len(reply) - 1, 0)):
+            best = min((s, u), best or (s, u), key=lambda drop: (sum(drop), drop[1]))
+    return best
 
 
-def _find_text(prompt, reply, after, pieces: Pieces) -> int | None:
-    """Where in `after` the text of `reply` ends, if it stands there between edges of tokens.
+def _shared(a: np.ndarray, b: np.ndarray) -> int:
+    """How many ids both begin with."""
+    n = min(len(a), len(b))
+    return int(np.argmin(np.append(a[:n] == b[:n], False)))
+
+
+def find_text(prompt, reply, after, pieces: Pieces) -> tuple[int, int] | None:
+    """[begin, end) of the ids in `after` that spell `reply`, if they do so between edges of tokens.
 
     It is looked for behind what `after` has in common with `prompt`, as the same words may have been said
     before.
@@ -67,16 +81,20 @@ def _find_text(prompt, reply, after, pieces: Pieces) -> int | None:
     text = "".join(pieces(reply))
     if not text:
         return None
-    n = min(len(prompt), len(after))
-    same = int(np.argmin(np.append(prompt[:n] == after[:n], False)))
+    same = _shared(prompt, after)
     rest = pieces(after[same:])
-    edges = np.cumsum([0, *map(len, rest)])
+    edges = text_edges(rest)
     whole, at = "".join(rest), -1
     while (at := whole.find(text, at + 1)) >= 0:
-        end = np.flatnonzero(edges == at + len(text))
-        if at in edges and len(end):
-            return same + int(end[-1])
+        begin, end = np.flatnonzero(edges == at), np.flatnonzero(edges == at + len(text))
+        if len(begin) and len(end):
+            return same + int(begin[0]), same + int(end[-1])
     return None
+
+
+def text_edges(words: list[str]) -> np.ndarray:
+    """i64[n + 1]: where each of n pieces of text begins, and where the last one ends."""
+    return np.cumsum([0, *map(len, words)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +145,14 @@ class Stitcher:
     def __init__(self, pieces: Pieces):
         self.length = 0  # of the open chunk, with the prompt that was read last
         self._pieces = pieces
-        self._experts: list[np.ndarray] = []  # [N-1, L, K] of each chunk
+        self._experts: list[list[np.ndarray]] = []  # parts of [N-1, L, K], by chunk
         self._last: tuple[np.ndarray, np.ndarray] | None = None
         self._prompt, self._join = np.zeros(0, np.int32), Boundary("split", 0)
+
+    @property
+    def rows(self) -> int:
+        """How many rows of experts of the prompt are held, or not needed."""
+        return max(self._join.resume - 1, 0)
 
     def read(self, prompt: np.ndarray) -> Boundary:
         """How the prompt joins the open chunk: its ids from `resume` on are the turn's context."""
@@ -145,33 +168,29 @@ class Stitcher:
         self.length = context + (0 if self._join.case == "split" else self.length)
         return self._join
 
-    def add(self, reply: np.ndarray, experts: np.ndarray) -> None:
-        """The ids chosen after the prompt, and the experts [P + S - 1, L, K] of both, row 0 on.
+    def add(self, reply: np.ndarray, experts: np.ndarray, start: int) -> None:
+        """The ids chosen after the prompt, and the experts of both from row `start` on, [.., L, K].
 
-        Raises ValueError where the rows are not as many as that.
+        The row of the reply's last id comes with the next prompt under "strict". At a repaired boundary no
+        pass has read that id where it stands: the row before is copied, from which nothing is learnt, as the
+        id that follows is context. Raises ValueError where the rows are not those that are needed.
         """
-        rows = len(self._prompt) + len(reply) - 1
-        if len(experts) != rows:
-            raise ValueError(f"{len(experts)} rows of experts, needed are {rows}")
-        if self._join.case == "split":
-            self._experts.append(experts)
+        end = len(self._prompt) + len(reply) - 1
+        if not 0 <= start <= self.rows or start + len(experts) != end:
+            raise ValueError(
+                f"the sampler returned experts of tokens [{start}, {start + len(experts)}), "
+                f"needed are [{self.rows}, {end})"
+            )
+        case, resume = self._join.case, self._join.resume
+        if case == "split":
+            self._experts.append([experts])
+        elif case == "strict":
+            self._experts[-1].append(experts[resume - 1 - start :])
         else:
-            held = _bridge(self._experts[-1], experts, self._join)
-            self._experts[-1] = np.concatenate([held, experts[self._join.resume :]])
+            self._experts[-1] += [self._experts[-1][-1][-1:], experts[resume - start :]]
         self.length += len(reply)
         self._last = self._prompt, reply
 
     def experts(self) -> list[np.ndarray]:
         """[N-1, L, K] of each chunk."""
-        return self._experts
-
-
-def _bridge(held: np.ndarray, experts: np.ndarray, join: Boundary) -> np.ndarray:
-    """The rows of p_i || a_i, with one for its last id, which only the next prompt's pass has read.
-
-    Under "strict" that row is the next prompt's own. A repaired boundary has none: it is copied from the id
-    before, which nothing learns from, as the id that follows is context (`read` checks that).
-    """
-    if join.case == "strict":
-        return np.concatenate([held, experts[join.resume - 1 : join.resume]])
-    return np.concatenate([held, held[-1:]])
+        return [np.concatenate(parts) for parts in self._experts]

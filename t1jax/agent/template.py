@@ -156,9 +156,16 @@ def conversation(system: str, user: str, turns: Sequence[tuple[str, str]]) -> li
     """Messages: the replies are the assistant's, the observations the user's."""
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     for reply, observation in turns:
-        messages.append({"role": "assistant", "content": reply})
-        messages.append({"role": "user", "content": observation})
+        messages += said(reply, observation)
     return messages
+
+
+def said(reply: str, observation: str) -> list[dict[str, str]]:
+    """The messages of one turn."""
+    return [
+        {"role": "assistant", "content": reply},
+        {"role": "user", "content": observation},
+    ]
 
 
 def _raise(message: str):

@@ -33,6 +33,10 @@ def text(array) -> str:
         (ids(5, 6), ids(2, 4, 3), ids(5, 6, 2, 9), Boundary("normalized", 3, (0, 2))),
         # Both: (1, 1).
         (ids(5, 6, 7), ids(2, 4), ids(5, 6, 2, 3), Boundary("normalized", 3, (1, 1))),
+        # Only the reply's end came back as other ids: "c", "ab" as "c", "a", "b". It is not read twice.
+        (ids(5, 6), ids(9, 2, 3), ids(5, 6, 9, 0, 1, 3, 4), Boundary("normalized", 6, (0, 2))),
+        # The same behind thoughts that were dropped.
+        (ids(5, 7), ids(9, 2, 3), ids(5, 9, 0, 1, 3, 4), Boundary("normalized", 5, (1, 2))),
         # "ab" came back as "a", "b".
         (ids(5, 6), ids(2, 3), ids(5, 6, 0, 1, 3, 4, 5), Boundary("retokenized", 5)),
         # The same words stood in the prompt, too: the later ones count.
@@ -74,9 +78,14 @@ def rows(first: int, count: int) -> np.ndarray:
 def play(*turns):
     """Turns of (prompt, reply, first row) joined: the streams, their experts, and the cases."""
     stitcher, streams, cases = Stitcher(pieces), [], []
+    rng = np.random.default_rng(len(turns))
     for prompt, reply, first in turns:
         join = stitcher.read(prompt)
-        stitcher.add(reply, rows(first, len(prompt) + len(reply) - 1))
+        every = rows(first, len(prompt) + len(reply) - 1)
+        start = rng.integers(
+            stitcher.rows + 1
+        )  # a sampler may begin where it is asked to, or before
+        stitcher.add(reply, every[start:], start)
         if join.case == "split":
             streams.append([])
         streams[-1] += [*prompt[join.resume :].tolist(), *reply.tolist()]
@@ -117,11 +126,12 @@ def test_a_split_opens_a_chunk_and_a_later_turn_joins_that_one():
 def test_what_cannot_be_joined_is_an_error():
     stitcher = Stitcher(pieces)
     stitcher.read(ids(5, 6))
-    with pytest.raises(ValueError, match="2 rows of experts, needed are 3"):
-        stitcher.add(ids(2, 3), rows(0, 2))
+    for experts, start in ((rows(0, 2), 0), (rows(0, 2), 1), (rows(0, 4), 0)):
+        with pytest.raises(ValueError, match=r"experts of tokens \[.*needed are \[0, 3\)"):
+            stitcher.add(ids(2, 3), experts, start)
     stitcher = Stitcher(pieces)
     stitcher.read(ids(5, 6, 7))
-    stitcher.add(ids(2, 3), rows(0, 4))
+    stitcher.add(ids(2, 3), rows(0, 4), 0)
     with pytest.raises(ValueError, match="nothing stands between"):
         stitcher.read(ids(5, 6, 2, 3))
 
