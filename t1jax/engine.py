@@ -19,7 +19,7 @@ import numpy as np
 from t1jax.model.config import ModelConfig
 from t1jax.model.decode import extend, init_cache, sample, uniforms
 from t1jax.slots import Request, Slot, SlotTable
-from t1jax.types import Sampled, SamplerError, Sampling
+from t1jax.types import Sampled, SamplerError, Sampling, digest
 
 ROWS = 8  # device shapes are multiples of this, so that a row's bits do not depend on its place
 PATIENCE = 8  # decode steps a prompt waits for others to fill a prefill call
@@ -246,6 +246,7 @@ class JaxSampler:
             finish=finish,
             version=self.version,
             seconds=time.monotonic() - request.started,
+            digest=digest(ids),
         )
         with self._lock:
             slot.tokens = np.concatenate([request.tokens, ids[:-1]])  # the last was not read yet

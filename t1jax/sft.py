@@ -40,7 +40,7 @@ from t1jax.progress import progress_bar
 from t1jax.rollout.collect import CollectConfig, Trial, collect
 from t1jax.run import make_chat
 from t1jax.sandbox.namespace import NamespaceSandbox
-from t1jax.types import Sampled
+from t1jax.types import Sampled, digest
 
 WARMUP = 100  # steps of a rising learning rate
 FLOOR = 0.05  # of the learning rate, reached at the last step
@@ -73,6 +73,7 @@ class ScriptSampler:
             finish="stop",
             version=0,
             seconds=0.0,
+            digest=digest(ids),
         )
 
     async def release(self, trial) -> None:

@@ -61,7 +61,7 @@ class Sampled:
 
     ids i32[S], logprobs f32[S] (of the sampled ids, after temperature), experts u8|u16[R, L, K]: the rows
     [experts_start, N-1) of the whole stream, N = context + S. finish "length" means cut by max_new.
-    `digest` is taken of the ids where the sampler makes this record: what an audit compares with.
+    `digest` is digest(ids), taken where the sampler makes this record: what becomes of the ids later, it stays.
     """
 
     ids: np.ndarray
@@ -71,10 +71,7 @@ class Sampled:
     finish: Literal["stop", "length", "abort"]
     version: int
     seconds: float
-    digest: str = dataclasses.field(init=False)
-
-    def __post_init__(self):
-        object.__setattr__(self, "digest", digest(self.ids))
+    digest: str
 
 
 def digest(ids: np.ndarray) -> str:

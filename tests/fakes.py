@@ -15,7 +15,7 @@ from t1jax.agent.families import FAMILIES
 from t1jax.agent.generate import instances, write_task
 from t1jax.agent.task import load_task
 from t1jax.sandbox.namespace import SandboxUnavailable, check_available
-from t1jax.types import Sampled, Task
+from t1jax.types import Sampled, Task, digest
 
 TOKENIZER = Path(__file__).parent.parent / "configs/assets/tiny/tokenizer.json"
 LAYERS, TOP_K = 3, 2
@@ -77,6 +77,7 @@ class ScriptedSampler:
                 finish=finish,
                 version=7,
                 seconds=0.0,
+                digest=digest(ids),
             )
         )
 

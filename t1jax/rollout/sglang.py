@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 import pybase64
 
-from t1jax.types import Sampled, SamplerError, Sampling
+from t1jax.types import Sampled, SamplerError, Sampling, digest
 
 WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.int32}  # bytes an expert's number
 
@@ -231,6 +231,7 @@ class Engine:
             finish=finish,
             version=version,
             seconds=seconds,
+            digest=digest(ids),
         )
 
 
