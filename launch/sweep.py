@@ -11,49 +11,70 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from absl import flags
+from ml_collections import ConfigDict
 
 from t1jax import command
-from t1jax.experiment import ConfigError
+from t1jax.experiment import ConfigError, write_config
 
 ROOT = Path(__file__).parents[1]
 running: set[subprocess.Popen] = set()
+stopping = threading.Event()
 
 
-def read_points(config: str) -> list[dict]:
-    """The points that the file's sweep(add) adds, in order."""
-    path = Path(config.partition(":")[0])
-    if not path.is_file():
+class Point(NamedTuple):
+    """What changes, the whole configuration with it, and where it runs."""
+
+    changes: dict
+    config: ConfigDict
+    folder: Path
+
+
+def read_points(name: str, out: Path) -> list[Point]:
+    """Those that the file's sweep(add) adds, in order."""
+    path, _, arg = name.partition(":")
+    if not Path(path).is_file():
         raise ConfigError(f"--config: {path} does not exist")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, "sweep"):
         raise ConfigError(f"{path} has no sweep(add)")
-    points: list[dict] = []
-    module.sweep(lambda **changes: points.append(changes))
+    added: list[dict] = []
+    module.sweep(lambda **changes: added.append(changes))
+    points = []
+    for number, changes in enumerate(added):
+        config = module.get_config(*[arg] if arg else [])
+        try:
+            config.lock()
+            config.update_from_flattened_dict(changes)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path}, point {number}: {error}") from None
+        points.append(Point(changes, config, out / folder_name(number, changes)))
     return points
 
 
-def folder_name(number: int, point: dict) -> str:
+def folder_name(number: int, changes: dict) -> str:
     """As "07-seed=1-replay=False"; the run's config.json has the whole of it."""
-    parts = [f"{k.split('.')[-1]}={v}" for k, v in point.items() if "/" not in str(v) and v != ""]
+    shown = {k.split(".")[-1]: str(v) for k, v in changes.items()}
+    parts = [f"{k}={v}" for k, v in shown.items() if v and not set(v) & set("/ ")]
     return "-".join([f"{number:02d}", *parts])
 
 
-def run_point(config: str, folder: Path, point: dict) -> bool:
+def run_point(name: str, point: Point) -> bool:
     """Trains one point, unless it is finished; whether it is now."""
-    result = folder / "result.json"
+    folder, result = point.folder, point.folder / "result.json"
     if result.exists():
         return True
-    folder.mkdir(parents=True, exist_ok=True)
-    changes = [f"--config.{name}={value}" for name, value in point.items()]
-    arguments = [f"--config={config}", f"--workdir={folder}", *changes]
+    changes = [f"--config.{key}={value}" for key, value in point.changes.items()]
+    arguments = [f"--config={name}", f"--workdir={folder}", *changes]
     with open(folder / "log.txt", "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "t1jax.train", *arguments],
@@ -61,38 +82,49 @@ def run_point(config: str, folder: Path, point: dict) -> bool:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
+            start_new_session=True,  # an interrupt comes from here, once
         )
         running.add(process)
+        if stopping.is_set():
+            process.send_signal(signal.SIGINT)
         out, _ = process.communicate()
         running.discard(process)
     if process.returncode:
         return False
     tmp = result.with_name("tmp-result.json")
     tmp.write_bytes(out.splitlines()[-1] + b"\n")
-    tmp.replace(result)
+    os.replace(tmp, result)
     return True
 
 
 def stop(*_) -> None:
-    """Ends what runs; each point resumes from its last checkpoint next time."""
+    """Ends what runs; each point goes on from its last checkpoint next time."""
+    stopping.set()
     for process in list(running):
         process.send_signal(signal.SIGINT)
-    os._exit(1)
 
 
 def main() -> None:
-    points = read_points(CONFIG.value)
+    points = read_points(CONFIG.value, Path(OUT.value).resolve())
+    for point in points:  # refuses folders of other configurations, before anything runs
+        point.folder.mkdir(parents=True, exist_ok=True)
+        write_config(point.config, point.folder)
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
 
-    def go(numbered: tuple[int, dict]) -> str | None:
-        folder = Path(OUT.value).resolve() / folder_name(*numbered)
-        good = run_point(CONFIG.value, folder, numbered[1])
-        print(f"{'finished' if good else 'FAILED  '} {folder.name}", file=sys.stderr, flush=True)
-        return None if good else str(folder / "log.txt")
+    def go(point: Point) -> Path | None:
+        if stopping.is_set():
+            return None
+        good = run_point(CONFIG.value, point)
+        print(
+            f"{'finished' if good else 'FAILED  '} {point.folder.name}", file=sys.stderr, flush=True
+        )
+        return None if good else point.folder / "log.txt"
 
     with ThreadPoolExecutor(PARALLEL.value) as pool:
-        failed = [log for log in pool.map(go, enumerate(points)) if log]
+        failed = [log for log in pool.map(go, points) if log]
+    if stopping.is_set():
+        command.fail("interrupted; the same command goes on")
     if failed:
         command.fail(f"{len(failed)} of {len(points)} points failed, the first: {failed[0]}")
 

@@ -17,7 +17,7 @@ from t1jax.experiment import read_experiment
 from t1jax.rollout import store
 
 ROOT = Path(__file__).parent.parent
-TEMPLATE = "configs/assets/tiny/chat_template.jinja"
+TEMPLATE = "configs/assets/tiny/chat_template_drops.jinja"
 pytestmark = pytest.mark.slow
 
 

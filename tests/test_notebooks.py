@@ -1,8 +1,11 @@
 """A sweep leaves folders that it goes on from, and each notebook runs on such folders, start to end."""
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -11,12 +14,13 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
 SWEEP = """
-from configs.ablation_gap import TEMPLATE, get_config
+from configs.ablation_gap import DROPS, KEEPS, get_config
 
 
 def sweep(add):
-    for history, replay in (("tokens", True), ("stitched", False), ("retokenized", True)):
-        template = "" if history == "tokens" else TEMPLATE
+    for history, template, replay in (
+        ("tokens", "", True), ("stitched", DROPS, False), ("retokenized", KEEPS, True)
+    ):
         add(**{"episode.history": history, "chat_template": template, "ppo.replay": replay})
     if {broken}:
         add(**{"episode.history": "none"})
@@ -59,6 +63,39 @@ def test_a_sweep_goes_on_where_it_was(swept):
     assert "resuming at step 2 of 2" in (out / names[1] / "log.txt").read_text()
 
 
+def test_a_folder_of_another_configuration_is_refused(swept, tmp_path):
+    """Also where the point is finished: results never mix."""
+    config, out = swept
+    other = tmp_path / "other.py"
+    other.write_text(
+        config.read_text().replace(
+            "def sweep",
+            "base = get_config\n\n\ndef get_config(arg):\n    c = base(arg)\n    c.seed = 5\n    return c\n\n\ndef sweep",
+        )
+    )
+    done = run_sweep(other, out)
+    assert done.returncode == 1 and "seed: 0 there, 5 here" in done.stderr
+
+
+def test_an_interrupt_ends_what_runs_and_the_sweep_goes_on(tmp_path):
+    config, out = tmp_path / "small.py", tmp_path / "runs"
+    config.write_text(SWEEP.replace("{broken}", "False"))
+    command = [sys.executable, "launch/sweep.py", f"--config={config}:debug", f"--out={out}"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    log = out / "00-history=tokens-replay=True" / "log.txt"
+    until = time.monotonic() + 120
+    while not (log.exists() and "starting at step" in log.read_text()):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and err.endswith("interrupted; the same command goes on\n")
+    assert "interrupted" in log.read_text()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            assert str(out).encode() not in (folder / "cmdline").read_bytes()
+
+
 def test_a_config_without_a_sweep_is_refused(tmp_path):
     (tmp_path / "none.py").write_text("def get_config(): ...\n")
     done = run_sweep(tmp_path / "none.py", tmp_path / "runs")
@@ -84,11 +121,11 @@ def test_the_gap_notebook(swept):
     rows = [line for line in text.splitlines() if line.startswith("| embedded |")]
     assert [row.split(" | ")[1:3] for row in rows] == [
         ["tokens", "replayed"],
-        ["stitched", "free"],
-        ["retokenized", "replayed"],
+        ["retokenized, keeps", "replayed"],
+        ["stitched, drops", "free"],
     ]
     numbers = [[float(cell.split(" ± ")[0]) for cell in row.split(" | ")[3:9]] for row in rows]
-    tokens, stitched, _ = numbers
+    tokens, _, stitched = numbers
     assert tokens[1] < 1e-4 < stitched[1]  # the engine's part: exact tokens, other contexts
     lines = [
         json.loads(x) for x in (swept[1] / "00-history=tokens-replay=True" / "metrics.jsonl").open()

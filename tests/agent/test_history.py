@@ -18,9 +18,9 @@ from t1jax.agent.history import Said, retokenize
 from t1jax.agent.stitch import count
 from t1jax.agent.template import conversation
 from t1jax.sandbox.namespace import NamespaceSandbox
-from t1jax.types import Sampled
+from t1jax.types import Sampled, digest
 
-TEMPLATE = TOKENIZER.parent / "chat_template.jinja"
+TEMPLATE = TOKENIZER.parent / "chat_template_drops.jinja"
 CONFIG = EpisodeConfig(
     protocol="bash",
     history="stitched",
@@ -61,7 +61,9 @@ class Speaker:
         if len(ids) < len(self.said[turn]):
             finish = "length"
         rows = experts_of(np.concatenate([tokens, ids]))[experts_start:]
-        return Sampled(ids, logprobs_of(ids), rows, experts_start, finish, 7, 0.0)
+        return Sampled(
+            ids, logprobs_of(ids), rows, experts_start, finish, 7, 0.0, digest(ids)
+        )
 
     async def release(self, trial) -> None:
         pass
