@@ -306,6 +306,18 @@ def test_sampled_ids_without_log_probs_are_refused(play):
         play([SUBMIT], change=fewer)
 
 
+def test_a_reply_altered_on_its_way_keeps_the_digest_of_what_was_sampled(play):
+    """Traps 1: whoever changes ids leaves the sampler's digest, which an audit compares with."""
+
+    def other(sampled):
+        return dataclasses.replace(sampled, ids=np.roll(sampled.ids, 1))
+
+    trajectory, _ = play([SUBMIT], change=other)
+    assert trajectory.turns[0].drifted == len(trajectory.turns[0].sampled) > 0
+    trajectory, _ = play([SUBMIT])
+    assert trajectory.turns[0].drifted == 0
+
+
 def test_a_dead_sandbox_ends_the_episode_at_once(play):
     """Trap 143: killed before step 3; the record up to there is kept, the model is not asked again."""
 
