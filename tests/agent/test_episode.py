@@ -310,7 +310,7 @@ def test_a_reply_altered_on_its_way_keeps_the_digest_of_what_was_sampled(play):
     """Traps 1: whoever changes ids leaves the sampler's digest, which an audit compares with."""
 
     def other(sampled):
-        return dataclasses.replace(sampled, ids=np.roll(sampled.ids, 1))
+        return dataclasses.replace(sampled, ids=np.roll(sampled.ids, 1), finish="length")
 
     trajectory, _ = play([SUBMIT], change=other)
     assert trajectory.turns[0].drifted == len(trajectory.turns[0].sampled) > 0
