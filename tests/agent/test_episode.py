@@ -310,7 +310,8 @@ def test_a_reply_altered_on_its_way_keeps_the_digest_of_what_was_sampled(play):
     """Traps 1: whoever changes ids leaves the sampler's digest, which an audit compares with."""
 
     def other(sampled):
-        return dataclasses.replace(sampled, ids=np.roll(sampled.ids, 1), finish="length")
+        ids = np.append(sampled.ids[:-1], 7)  # never read, so its experts are nobody's
+        return dataclasses.replace(sampled, ids=ids, finish="length")
 
     trajectory, _ = play([SUBMIT], change=other)
     assert trajectory.turns[0].drifted == len(trajectory.turns[0].sampled) > 0
