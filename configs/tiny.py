@@ -81,6 +81,7 @@ def get_config(arg: str = "") -> ConfigDict:
         bucket_bytes=256 * 2**20,
         reply_timeout_s=60.0,
         control_timeout_s=60.0,
+        load_timeout_s=600.0,
         probe_period_s=10.0,
         probe_timeout_s=5.0,
         probe_failures=3,

@@ -41,6 +41,7 @@ FLEET = FleetConfig(
     bucket_bytes=2**20,
     reply_timeout_s=60.0,
     control_timeout_s=60.0,
+    load_timeout_s=60.0,
     probe_period_s=0.5,
     probe_timeout_s=5.0,
     probe_failures=2,

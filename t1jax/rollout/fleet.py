@@ -1,7 +1,7 @@
 """Several SGLang engines as one sampler: placement, health, restarts, one version of weights.
 
 A trial stays with one engine, whose prefix cache serves its next turn; a new trial goes to the engine with the
-fewest. The fleet talks to the engines directly: the public router drops routed experts without a word and
+fewest, but never to one that fails while another does not: who fails at once would always have the fewest. The fleet talks to the engines directly: the public router drops routed experts without a word and
 answers 404 to every call that concerns weights.
 
 `load` is the only barrier, and no request spans it: dead engines are restarted, every engine gets the weights,
@@ -18,7 +18,7 @@ import dataclasses
 import shutil
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ import numpy as np
 from t1jax.rollout.admission import TokenBucket
 from t1jax.rollout.member import Member
 from t1jax.rollout.server import ServerConfig
-from t1jax.rollout.sglang import EngineModel, Settings, check_stream
+from t1jax.rollout.sglang import EngineModel, Settings, update_body
 from t1jax.rollout.tensors import Tensor, buckets, pack
 from t1jax.types import Sampled, SamplerError, Sampling
 
@@ -42,8 +42,10 @@ CLOSED = "the fleet is closed"
 class FleetConfig:
     """How many servers of what kind, how they get weights, and how their health is watched.
 
-    transfer: "disk" writes a folder that every engine reads (on other machines under the same path); "tensors" sends them to running engines, and
-    writes the folder only for engines that must be started.
+    transfer: "disk" writes a folder that every engine reads (on other machines under the same path); "tensors"
+    sends them to running engines, and writes the folder only for engines that must be started here.
+
+    Raises ValueError for a number that is not positive.
     """
 
     server: ServerConfig
@@ -52,13 +54,23 @@ class FleetConfig:
     transfer: Literal["disk", "tensors"]
     bucket_bytes: int  # of tensors in one request
     reply_timeout_s: float
-    control_timeout_s: float  # of a call that concerns health or weights
+    control_timeout_s: float  # of a call that neither generates nor changes weights
+    load_timeout_s: float  # of a call that changes weights: minutes for a large model
     probe_period_s: float
     probe_timeout_s: float
     probe_failures: int  # in a row, after which an engine is ended
     starts_per_s: float  # trials admitted, all engines together
     burst: int  # trials that may start at once
     probe_tolerance: float  # nats between the trainer's log-probs and an engine's, after a load
+
+    def __post_init__(self):
+        for name in (
+            *("bucket_bytes", "reply_timeout_s", "control_timeout_s", "load_timeout_s"),
+            *("probe_period_s", "probe_timeout_s", "probe_failures", "probe_tolerance"),
+            *("starts_per_s", "burst"),
+        ):
+            if not (value := getattr(self, name)) > 0:
+                raise ValueError(f"{name}={value} must be positive")
 
 
 class Fleet:
@@ -76,7 +88,7 @@ class Fleet:
         folder: Path,
     ):
         """folder: for weights on their way and for logs; a tmpfs is fastest. Raises SamplerError where it
-        cannot be written to."""
+        cannot be written to, or where a server would hold less than one whole stream."""
         self._config, self._model, self._settings = config, model, settings
         self._export, self._tensors, self._probe = export, tensors, probe
         self._folder = Path(folder)
@@ -87,6 +99,11 @@ class Fleet:
             raise SamplerError(
                 f"the engines' folder {folder} cannot be written to: {error.strerror}"
             ) from None
+        if not config.urls and config.server.max_tokens < model.context:
+            raise SamplerError(
+                f"fleet.server.max_tokens={config.server.max_tokens} does not hold one stream of "
+                f"{model.context} tokens"
+            )
         self.version = -1
         self.sampling = sampling
         self.rewritten = 0  # ids of earlier turns that a caller's stream did not repeat
@@ -108,7 +125,6 @@ class Fleet:
         self, trial: int, turn: int, tokens: np.ndarray, experts_start: int, max_new: int
     ) -> Sampled:
         """See types.Sampler. Raises SamplerError where the trial's engine is dead: the trial is lost."""
-        check_stream(tokens, experts_start, max_new, self._model)
         before = self._streams.get(trial, tokens[:0])
         kept = before[: len(tokens)] == tokens[: len(before)]
         self.rewritten += len(before) - int(np.argmin(np.append(kept, False)))
@@ -170,6 +186,7 @@ class Fleet:
         try:
             return await self._ask(trial, tokens, experts_start, max_new)
         except asyncio.CancelledError:
+            self._forget(trial)  # its release may have come before it was placed
             if self._closed:
                 raise SamplerError(CLOSED) from None
             raise
@@ -182,23 +199,26 @@ class Fleet:
         if trial not in self._home:
             await self._admission.take()
         member = self._home.get(trial) or self._place(trial)
-        try:
-            if member.check():
-                return await member.engine.generate(
+        if member.check():
+            try:
+                reply = await member.engine.generate(
                     tokens, experts_start, max_new, self.sampling, self.version
                 )
-        except SamplerError:
-            if member.check():
-                raise
+                member.failures = 0
+                return reply
+            except SamplerError:
+                member.failures += 1
+                if member.check():
+                    raise
         raise SamplerError(f"engine {member.index} died under trial {trial}: {member.why}")
 
     def _place(self, trial: int) -> Member:
-        """Gives a new trial to the living engine with the fewest trials."""
+        """Gives a new trial to the living engine with the fewest failures, then trials."""
         alive = [m for m in self._members if m.check()]
         if not alive:
             causes = "; ".join(f"engine {m.index}: {m.why}" for m in self._members)
             raise SamplerError(f"no engine is alive ({causes})")
-        member = min(alive, key=lambda m: len(m.trials))
+        member = min(alive, key=lambda m: (m.failures, len(m.trials)))
         member.trials.add(trial)
         self._home[trial] = member
         return member
@@ -213,31 +233,37 @@ class Fleet:
             raise RuntimeError("weights can be loaded only while no request is in flight")
         await asyncio.gather(*self._requests, return_exceptions=True)  # their callers have gone
         self.version = -1
-        wait = self._config.probe_timeout_s
-        drained = await asyncio.gather(*(m.drains(wait) for m in self._members))
-        running = [m for m, well in zip(self._members, drained, strict=True) if well]
+        c = self._config
+        well = await asyncio.gather(*(m.settles(c.probe_timeout_s) for m in self._members))
+        running = [m for m, settled in zip(self._members, well, strict=True) if settled]
         others = [m for m in self._members if m not in running]
-        for member in running:
-            member.alive = False  # until it has proved that it has the weights
+        for member in self._members:  # until it has proved that it has the weights
+            member.alive, member.why = False, f"its load of weights {version} was broken off"
         failed: dict[Member, SamplerError] = {}
         tokens = np.random.default_rng(version).integers(0, self._model.vocab_size, PROBE_TOKENS)
         tokens = tokens.astype(np.int32)
         expected = await asyncio.to_thread(self._probe, params, tokens)
-        if self._config.transfer == "tensors":
+        checkpoint = self._folder / f"weights-{version}"
+
+        async def start(member: Member) -> None:
+            await member.start(c.server, checkpoint, self._model, self._settings)
+
+        async def read(member: Member) -> None:
+            if member in others:
+                await start(member)
+            await member.engine.load(checkpoint, version, c.load_timeout_s)
+
+        async def prove(member: Member) -> None:
+            await member.prove(tokens, expected, c.probe_tolerance)
+
+        if c.urls:  # they need no files to start
+            await _each(others, failed, start)
+            running, others = self._members, []
+        if c.transfer == "tensors":
             await self._send(running, params, version, failed)
             readers = others
         else:
             readers = self._members
-        checkpoint = self._folder / f"weights-{version}"
-
-        async def read(member: Member) -> None:
-            if member in others:
-                await member.start(self._config.server, checkpoint, self._model, self._settings)
-            await member.engine.load(checkpoint, version)
-
-        async def prove(member: Member) -> None:
-            await member.prove(tokens, expected, self._config.probe_tolerance)
-
         try:
             if readers:
                 await self._write(params, checkpoint)
@@ -267,18 +293,25 @@ class Fleet:
 
     async def _send(self, members, params, version: int, failed) -> None:
         """Sends tensors to running engines, a bucket to all of them before the next is made."""
+        wait = self._config.load_timeout_s
+        await _each(members, failed, lambda m: m.engine.begin_update(wait))
+        ranks = {m.engine.ranks for m in members if m not in failed}
 
-        def payloads():
-            return map(pack, buckets(self._tensors(params), self._config.bucket_bytes))
+        def make() -> Iterator[dict[int, bytes]]:
+            """Bodies by an engine's ranks, each made once and not on the loop: they are large."""
+            for bucket in buckets(self._tensors(params), self._config.bucket_bytes):
+                payload = pack(bucket)
+                yield {n: update_body(payload, n, version) for n in ranks}
 
-        await _each(members, failed, lambda m: m.engine.begin_update())
-        source = await asyncio.to_thread(payloads)
+        source = make()
         while len(failed) < len(members):
-            payload = await asyncio.to_thread(next, source, None)
-            if payload is None:
+            bodies = await asyncio.to_thread(next, source, None)
+            if bodies is None:
                 break
-            await _each(members, failed, lambda m, p=payload: m.engine.update(p, version))
-        await _each(members, failed, lambda m: m.engine.end_update(version))
+            await _each(
+                members, failed, lambda m, b=bodies: m.engine.update(b[m.engine.ranks], wait)
+            )
+        await _each(members, failed, lambda m: m.engine.end_update(version, wait))
 
     async def _watch_health(self) -> None:
         """Ends engines that do not answer; `load` brings them back."""

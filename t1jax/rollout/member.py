@@ -22,7 +22,8 @@ class Member:
         self.server: Server | None = None
         self.engine: Engine | None = None
         self.alive, self.why = False, "it was never started"
-        self.failures = 0  # health probes without an answer, in a row
+        self.failures = 0  # requests that failed, in a row
+        self.silences = 0  # health probes without an answer, in a row
         self.trials: set[int] = set()
 
     def check(self) -> bool:
@@ -40,15 +41,19 @@ class Member:
             self.server = server.found(self.url)
         else:
             self.server = server.start(config, checkpoint, self.log, self.index)
-        await server.wait_ready(self.server, config.start_timeout_s)
         self.engine = Engine(self.server.url, model, settings)
+        if self.url:
+            await self.engine.abandon_update()
+        await server.wait_ready(self.server, config.start_timeout_s)
 
-    async def drains(self, timeout_s: float) -> bool:
-        """Whether it is alive and its server has ended all requests in time."""
+    async def settles(self, timeout_s: float) -> bool:
+        """Whether it is alive, its server ends all requests in time, and generates, if it has failed to."""
         if not self.check():
             return False
         try:
             await self.engine.drain(timeout_s)
+            if self.failures:
+                await self.engine.logprobs(np.zeros(1, np.int32))
         except SamplerError:
             return False
         return True
@@ -60,7 +65,7 @@ class Member:
         gap = np.abs(found - expected).max() if found.shape == expected.shape else np.inf
         if not gap <= tolerance:
             raise SamplerError(f"its log-probs of a probe are {gap:.2g} nats off")
-        self.alive, self.failures = True, 0
+        self.alive, self.failures, self.silences = True, 0, 0
 
     async def probe(self, timeout_s: float, allowed: int) -> None:
         """A health probe; the `allowed`-th in a row without an answer ends the process.
@@ -70,8 +75,8 @@ class Member:
         healthy = self.check() and await self.engine.healthy(timeout_s)
         if not self.alive:
             return
-        self.failures = 0 if healthy else self.failures + 1
-        if self.failures >= allowed:
+        self.silences = 0 if healthy else self.silences + 1
+        if self.silences >= allowed:
             self.alive, self.why = (
                 False,
                 f"{allowed} health probes got no answer in {timeout_s:g} s",

@@ -42,7 +42,10 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig:
-    """What a server serves. `flags`: more of SGLang's own, as in a shell."""
+    """What a server serves. `flags`: more of SGLang's own, as in a shell.
+
+    Raises ValueError for a number that is not positive.
+    """
 
     python: str  # that has SGLang; relative to the project's root
     device: Literal["cpu", "cuda"]
@@ -51,6 +54,11 @@ class ServerConfig:
     max_tokens: int  # of all requests together, cached ones included
     start_timeout_s: float
     flags: str
+
+    def __post_init__(self):
+        for name in ("max_running", "max_tokens", "start_timeout_s"):
+            if not (value := getattr(self, name)) > 0:
+                raise ValueError(f"{name}={value} must be positive")
 
 
 @dataclasses.dataclass(frozen=True)

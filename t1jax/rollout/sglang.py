@@ -24,6 +24,7 @@ import pybase64
 from t1jax.types import Sampled, SamplerError, Sampling, digest
 
 WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.int32}  # bytes an expert's number
+ROUNDING = 1e-3  # nats above 0 that a log-prob may be rounded to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,37 +112,43 @@ class Engine:
         """
         await self._call(f"/flush_cache?timeout={timeout_s:g}", {}, timeout_s + 1)
 
-    async def load(self, checkpoint: Path, version: int) -> None:
+    async def load(self, checkpoint: Path, version: int, timeout_s: float) -> None:
         """Reads weights from a Hugging Face folder and forgets all that was cached under the old ones."""
         body = {
             "model_path": str(checkpoint),
             "weight_version": str(version),
             "flush_cache": True,
         }
-        await self._control("/update_weights_from_disk", body)
+        await self._control("/update_weights_from_disk", body, timeout_s)
         await self._check_version(version)
 
-    async def begin_update(self) -> None:
-        """Opens a change of weights by `update`; until `end_update` the server must not be asked for tokens."""
+    async def begin_update(self, timeout_s: float) -> None:
+        """Opens a change of weights by `update`; until `end_update` the server must not be asked for tokens.
+
+        `ranks` tells then how many processes of the server read a whole payload each.
+        """
         info = await self._call("/server_info", None, self._settings.control_timeout_s)
-        self._ranks = int(info["tp_size"])
-        await self._control("/begin_weight_update", {})
+        try:
+            self.ranks = int(info["tp_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise SamplerError(f"{self.url}/server_info: no tp_size ({error!r})") from None
+        await self._control("/begin_weight_update", {}, timeout_s)
 
-    async def update(self, payload: str, version: int) -> None:
-        """Replaces some tensors, see tensors.pack, and forgets all that was cached under the old ones."""
-        body = {
-            "serialized_named_tensors": [payload] * self._ranks,
-            "weight_version": str(version),
-            "flush_cache": True,
-        }
-        await self._control("/update_weights_from_tensor", body)
+    async def update(self, body: bytes, timeout_s: float) -> None:
+        """Replaces some tensors, see `update_body`, and forgets all that was cached under the old ones."""
+        await self._control("/update_weights_from_tensor", body, timeout_s)
 
-    async def end_update(self, version: int) -> None:
-        await self._control("/end_weight_update", {})
+    async def end_update(self, version: int, timeout_s: float) -> None:
+        await self._control("/end_weight_update", {}, timeout_s)
         await self._check_version(version)
 
-    async def _control(self, path: str, body: dict) -> None:
-        reply = await self._call(path, body, self._settings.control_timeout_s)
+    async def abandon_update(self) -> None:
+        """Closes a change of weights that its author left open. The weights may be of two versions then."""
+        with contextlib.suppress(SamplerError):  # none is open, or nobody is there
+            await self._control("/end_weight_update", {}, self._settings.control_timeout_s)
+
+    async def _control(self, path: str, body: dict | bytes, timeout_s: float) -> None:
+        reply = await self._call(path, body, timeout_s)
         if not reply.get("success"):
             raise SamplerError(f"{self.url}{path}: refused: {reply.get('message')}")
 
@@ -175,9 +182,11 @@ class Engine:
         with contextlib.suppress(SamplerError):  # it is gone, and the request with it
             await self._call("/abort_request", {"rid": request}, self._settings.control_timeout_s)
 
-    async def _call(self, path: str, body: dict | None, timeout_s: float) -> dict:
-        """POST of a body, GET without one. The answer's JSON, {} where it has none."""
-        method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
+    async def _call(self, path: str, body: dict | bytes | None, timeout_s: float) -> dict:
+        """POST of a body, which may be JSON already, GET without one. The answer's object, {} where it has none."""
+        method, data = ("GET" if body is None else "POST"), body
+        if isinstance(body, dict):
+            data = orjson.dumps(body)
         headers = {"Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
@@ -193,39 +202,49 @@ class Engine:
         except aiohttp.ClientError as error:
             raise SamplerError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         try:
-            return orjson.loads(text) if text else {}
+            found = orjson.loads(text)
         except ValueError:
-            return {}
+            found = {}
+        return found if isinstance(found, dict) else {}
 
     def _read(self, reply: dict, prompt: int, start: int, version: int, seconds: float) -> Sampled:
         """Checks a reply of /generate against what was asked."""
         try:
             meta = reply["meta_info"]
-            ids = np.array(reply["output_ids"], np.int32)
+            ids = np.array(reply["output_ids"], np.int64)
             chosen = [(p, i) for p, i, *_ in meta["output_token_logprobs"]]
-            finish = meta["finish_reason"]["type"]
+            logprobs = np.array([p for p, _ in chosen], np.float32)
+            finish, read = meta["finish_reason"]["type"], meta["prompt_tokens"]
             versions = {str(v["version"]) for v in meta.get("weight_versions") or ()}
             versions |= {str(meta["weight_version"])}
-        except (KeyError, TypeError, ValueError) as error:
-            raise SamplerError(f"{self.url}: a reply without {error}") from None
+            text = meta.get("routed_experts")
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise SamplerError(f"{self.url}: a reply that cannot be read: {error!r}") from None
         if versions != {str(version)}:
             raise SamplerError(
                 f"{self.url}: a reply of weights {', '.join(sorted(versions))}, expected {version}"
             )
-        if meta["prompt_tokens"] != prompt:
-            raise SamplerError(f"{self.url}: read {meta['prompt_tokens']} ids of {prompt}")
-        if [i for _, i in chosen] != ids.tolist():
+        if read != prompt:
+            raise SamplerError(f"{self.url}: read {read} ids of {prompt}")
+        if [i for _, i in chosen] != ids.tolist() or ids.shape != logprobs.shape:
             raise SamplerError(f"{self.url}: log-probs of other ids than it sampled")
+        if (outside := ids[(ids < 0) | (ids >= self._model.vocab_size)]).size:
+            raise SamplerError(f"{self.url}: an id {outside[0]} of {self._model.vocab_size}")
+        if (wrong := logprobs[~(np.isfinite(logprobs) & (logprobs <= ROUNDING))]).size:
+            raise SamplerError(f"{self.url}: a log-prob of {wrong[0]}")
         if finish not in ("stop", "length", "abort"):
             raise SamplerError(f"{self.url}: unknown finish reason {finish!r}")
+        if finish == "abort" and text is None:
+            raise SamplerError(f"{self.url}: the server stopped the request before it was read")
+        ids = ids.astype(np.int32)
         experts, begin, width = read_experts(
-            meta.get("routed_experts"), prompt + len(ids) - 1, start, self._model, self._widths
+            text, prompt + len(ids) - 1, start, self._model, self._widths
         )
         if start == 0 and len(experts):
             self._widths = (width,)
         return Sampled(
             ids=ids,
-            logprobs=np.array([p for p, _ in chosen], np.float32),
+            logprobs=np.minimum(logprobs, np.float32(0)),
             experts=experts,
             experts_start=begin,
             finish=finish,
@@ -233,6 +252,17 @@ class Engine:
             seconds=seconds,
             digest=digest(ids),
         )
+
+
+def update_body(payload: str, ranks: int, version: int) -> bytes:
+    """What `Engine.update` sends of tensors.pack's payload: each rank of a server reads one of its own."""
+    return orjson.dumps(
+        {
+            "serialized_named_tensors": [payload] * ranks,
+            "weight_version": str(version),
+            "flush_cache": True,
+        }
+    )
 
 
 def check_stream(tokens: np.ndarray, experts_start: int, max_new: int, model: EngineModel) -> None:
@@ -264,7 +294,7 @@ def read_experts(
         )
     try:
         data = pybase64.b64decode(text, validate=True)  # thirty times as fast as without
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise SamplerError(f"experts that are not base64: {error}") from None
     row = model.layers * model.experts_per_token
     if end == start and not data:  # nothing was read since: a reply that was stopped at once

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 import os
 import subprocess
 
@@ -17,6 +18,7 @@ from t1jax.model.lm import init_policy
 from t1jax.rollout.admission import TokenBucket
 from t1jax.rollout.server import ROOT
 from t1jax.rollout.tensors import buckets, pack
+from t1jax.types import SamplerError
 
 
 @pytest.fixture(scope="module", params=[QWEN3, QWEN3_5], ids=["qwen3", "qwen3_5"])
@@ -141,6 +143,29 @@ def test_packed_tensors_are_those_that_torch_reads():
     for line, (name, value) in zip(done.stdout.splitlines(), values.items(), strict=True):
         numbers = [*value.shape, *value.astype(np.float32).ravel().tolist()]
         assert line == " ".join(map(str, [name, f"torch.{value.dtype.name}", *numbers]))
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        *((FLEET, n) for n in ("bucket_bytes", "reply_timeout_s", "control_timeout_s", "burst")),
+        *((FLEET, n) for n in ("load_timeout_s", "probe_period_s", "probe_timeout_s")),
+        *((FLEET, n) for n in ("probe_failures", "probe_tolerance", "starts_per_s")),
+        *((FLEET.server, n) for n in ("max_running", "max_tokens", "start_timeout_s")),
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1, math.nan])
+def test_a_number_that_is_not_positive_is_named(part, name, value):
+    with pytest.raises(ValueError, match=f"^{name}={value} must be positive"):
+        dataclasses.replace(part, **{name: value})
+
+
+def test_a_server_that_does_not_hold_one_stream_is_refused(tmp_path):
+    small = dataclasses.replace(FLEET, server=dataclasses.replace(FLEET.server, max_tokens=127))
+    with pytest.raises(SamplerError, match=r"max_tokens=127 does not hold one stream of 128"):
+        make_fleet(QWEN3, tmp_path, fleet=small)
+    running = dataclasses.replace(small, urls="http://127.0.0.1:9")  # they hold what they hold
+    make_fleet(QWEN3, tmp_path, fleet=running).close()
 
 
 @pytest.mark.parametrize("config", [QWEN3, QWEN3_5], ids=["qwen3", "qwen3_5"])

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from t1jax.rollout.sglang import Engine, EngineModel, Settings, check_stream, read_experts
+from t1jax.rollout.sglang import (
+    Engine,
+    EngineModel,
+    Settings,
+    check_stream,
+    read_experts,
+    update_body,
+)
 from t1jax.types import SamplerError, Sampling
 
 MODEL = EngineModel(vocab_size=50, context=32, layers=2, num_experts=8, experts_per_token=2)
@@ -43,6 +50,8 @@ def test_a_server_may_ignore_where_to_start():
         (packed(8, np.uint16), 16, 8, "two readings fit"),
         (packed(7, value=8), 10, 3, "an expert 8 of 8"),
         (packed(7, value=-1), 10, 3, "an expert -1 of 8"),
+        ("?", 10, 3, "experts that are not base64"),
+        (7, 10, 3, "experts that are not base64"),
     ],
 )
 def test_experts_that_cannot_be_read(text, end, start, says):
@@ -77,7 +86,7 @@ def test_streams_are_checked_before_they_are_sent(tokens, start, max_new, says):
         check_stream(np.array(tokens, np.int32), start, max_new, MODEL)
 
 
-def reply(**changes) -> dict:
+def reply(without: str = "", **changes) -> dict:
     """Of a prompt of 4 ids with 2 rows of experts held, 3 sampled ids."""
     meta = {
         "prompt_tokens": 4,
@@ -88,7 +97,37 @@ def reply(**changes) -> dict:
         "routed_experts": packed(4),
     }
     meta |= {name: value for name, value in changes.items() if name in meta}
+    meta.pop(without, None)
     return {"output_ids": changes.get("output_ids", [7, 8, 3]), "meta_info": meta}
+
+
+def talk(handlers: dict, call, **calls):
+    """What `call(engine)` returns, of a server whose paths are those of `handlers`."""
+
+    async def main():
+        app = web.Application()
+        for path, handler in handlers.items():
+            app.router.add_route("*", path, handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+        engine = Engine(f"http://127.0.0.1:{port}", MODEL, dataclasses.replace(SETTINGS, **calls))
+        try:
+            return await call(engine)
+        finally:
+            await engine.close()
+            await runner.cleanup()
+
+    return asyncio.run(main())
+
+
+def sampled(number, logprob=-1.5) -> dict:
+    """`reply` with another id in its middle, or another log-prob."""
+    return reply(
+        output_ids=[7, number, 3],
+        output_token_logprobs=[[-0.5, 7, None], [logprob, number, None], [-0.25, 3, None]],
+    )
 
 
 def ask(handler, version: int = 2, called: list | None = None, **calls):
@@ -99,27 +138,15 @@ def ask(handler, version: int = 2, called: list | None = None, **calls):
         called.append((request.path, await request.json()))
         return web.json_response({})
 
-    async def talk():
-        app = web.Application()
-        app.router.add_post("/generate", handler)
-        app.router.add_post("/abort_request", log)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]
-        engine = Engine(f"http://127.0.0.1:{port}", MODEL, dataclasses.replace(SETTINGS, **calls))
-        try:
-            return await engine.generate(np.arange(4, dtype=np.int32), 2, 8, SAMPLING, version)
-        finally:
-            await engine.close()
-            await runner.cleanup()
+    def generate(engine):
+        return engine.generate(np.arange(4, dtype=np.int32), 2, 8, SAMPLING, version)
 
-    return asyncio.run(talk()), called
+    return talk({"/generate": handler, "/abort_request": log}, generate, **calls), called
 
 
-def says(data):
+def says(data, after_s: float = 0.0):
     async def handler(request):
+        await asyncio.sleep(after_s)
         return web.json_response(data)
 
     return handler
@@ -132,7 +159,7 @@ def test_what_is_asked_and_what_comes_back():
         seen.update(await request.json())
         return web.json_response(reply())
 
-    sampled, called = ask(handler)
+    found, called = ask(handler)
     assert seen["input_ids"] == [0, 1, 2, 3] and seen["routed_experts_start_len"] == 2
     assert seen["return_logprob"] and seen["return_routed_experts"]
     assert seen["sampling_params"] == {
@@ -142,9 +169,9 @@ def test_what_is_asked_and_what_comes_back():
         "max_new_tokens": 8,
         "stop_token_ids": [3],
     }
-    assert sampled.ids.tolist() == [7, 8, 3] and sampled.logprobs.tolist() == [-0.5, -1.5, -0.25]
-    assert sampled.experts.shape == (4, 2, 2) and sampled.experts_start == 2
-    assert (sampled.finish, sampled.version, called) == ("stop", 2, [])
+    assert found.ids.tolist() == [7, 8, 3] and found.logprobs.tolist() == [-0.5, -1.5, -0.25]
+    assert found.experts.shape == (4, 2, 2) and found.experts_start == 2
+    assert (found.finish, found.version, called) == ("stop", 2, [])
 
 
 @pytest.mark.parametrize(
@@ -161,8 +188,25 @@ def test_what_is_asked_and_what_comes_back():
         (reply(output_ids=[7, 8, 9]), "log-probs of other ids than it sampled"),
         (reply(finish_reason={"type": "tired"}), "unknown finish reason 'tired'"),
         (reply(routed_experts=None), "no experts"),
-        (reply(output_token_logprobs=None), "a reply without"),
-        ({}, "a reply without 'meta_info'"),
+        (reply(output_token_logprobs=None), "a reply that cannot be read: TypeError"),
+        (
+            reply(without="prompt_tokens"),
+            r"a reply that cannot be read: KeyError\('prompt_tokens'\)",
+        ),
+        (reply(finish_reason=None), "a reply that cannot be read: TypeError"),
+        (reply(weight_versions=[2]), "a reply that cannot be read: TypeError"),
+        ({}, r"a reply that cannot be read: KeyError\('meta_info'\)"),
+        ([], "a reply that cannot be read"),
+        ({"meta_info": []}, "a reply that cannot be read"),
+        (sampled(2**40), "an id 1099511627776 of 50"),
+        (sampled(2**63), "a reply that cannot be read: OverflowError"),
+        (sampled(50), "an id 50 of 50"),
+        (sampled(-1), "an id -1 of 50"),
+        (sampled([8]), "a reply that cannot be read|log-probs of other ids"),
+        (sampled(8, None), "a log-prob of nan"),
+        (sampled(8, 3.0), "a log-prob of 3.0"),
+        (sampled(8, 0.002), "a log-prob of 0.002"),
+        (sampled(8, "low"), "a reply that cannot be read: ValueError"),
     ],
 )
 def test_a_reply_that_does_not_fit_is_refused(data, message):
@@ -181,6 +225,64 @@ def test_an_error_of_the_server_is_told_and_the_request_stopped():
 def test_a_stopped_request_gives_what_it_has():
     data = reply(finish_reason={"type": "abort"})
     assert ask(says(data))[0].finish == "abort"
+
+
+def test_a_request_that_was_stopped_before_it_was_read_says_so():
+    data = reply(
+        finish_reason={"type": "abort"},
+        routed_experts=None,
+        output_ids=[],
+        output_token_logprobs=[],
+    )
+    with pytest.raises(SamplerError, match="stopped the request before it was read"):
+        ask(says(data))
+
+
+def test_a_log_prob_rounded_above_zero_is_zero():
+    assert ask(says(sampled(8, 1e-6)))[0].logprobs.tolist() == [-0.5, 0.0, -0.25]
+
+
+@pytest.mark.parametrize("info", [{}, {"tp_size": None}, []])
+def test_a_server_that_does_not_tell_its_ranks_is_named(info):
+    with pytest.raises(SamplerError, match="/server_info: no tp_size"):
+        talk({"/server_info": says(info)}, lambda engine: engine.begin_update(5.0))
+
+
+def test_weights_have_a_deadline_of_their_own(tmp_path):
+    handlers = {
+        "/update_weights_from_disk": says({"success": True}, after_s=0.5),
+        "/model_info": says({"weight_version": "3"}),
+    }
+    talk(handlers, lambda engine: engine.load(tmp_path, 3, 5.0), control_timeout_s=0.2)
+    with pytest.raises(SamplerError, match=r"/update_weights_from_disk: no answer in 0\.3 s"):
+        talk(handlers, lambda engine: engine.load(tmp_path, 3, 0.3))
+
+
+def test_each_rank_of_a_server_is_sent_the_tensors():
+    seen = []
+
+    async def handler(request):
+        seen.append(await request.json())
+        return web.json_response({"success": True})
+
+    handlers = {
+        "/server_info": says({"tp_size": 2}),
+        "/begin_weight_update": says({"success": True}),
+        "/update_weights_from_tensor": handler,
+    }
+
+    async def send(engine):
+        await engine.begin_update(5.0)
+        await engine.update(update_body("tensors", engine.ranks, 3), 5.0)
+
+    talk(handlers, send)
+    assert seen == [
+        {
+            "serialized_named_tensors": ["tensors", "tensors"],
+            "weight_version": "3",
+            "flush_cache": True,
+        }
+    ]
 
 
 def test_a_late_reply_is_an_error_and_stops_the_request():
