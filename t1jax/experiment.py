@@ -153,7 +153,7 @@ class Experiment:
             )
         if self.seed < 0 or self.tasks.seed < 0:
             raise ConfigError("seed and tasks.seed must not be negative")
-        if self.rollout.concurrency > self.engine.slots:
+        if self.engine.kind == "jax" and self.rollout.concurrency > self.engine.slots:
             raise ConfigError(
                 f"rollout.concurrency={self.rollout.concurrency} exceeds engine.slots="
                 f"{self.engine.slots}: trials would wait for a slot on their own time"

@@ -32,8 +32,8 @@ def check_parity(band: float, old_logp: jax.Array, batch: RolloutBatch, step: in
     if not gap[row, token] <= band:
         raise GuardError(
             f"step {step}: trainer and sampler differ by {gap[row, token]:.3g} nats at token {token} of "
-            f"trial {batch.trial[row]}, the band is {band:g}: the sampler has other weights, or routes "
-            "were not replayed"
+            f"trial {batch.trial[row]}, the band is {band:g}: the sampler has other weights, routes were not "
+            "replayed, or the history is text (episode.history) and needs a wide train.parity_band"
         )
 
 

@@ -59,6 +59,20 @@ def test_a_wrong_value_is_named(key, value, message):
         read_experiment(config)
 
 
+def test_probes_must_notice_a_hung_engine_in_time():
+    config = tiny.get_config("sampler=sglang")
+    read_experiment(config)
+    config.fleet.probe_period_s = 30.0
+    with pytest.raises(ConfigError, match="a hung engine after 105 s, which must be below"):
+        read_experiment(config)
+
+
+def test_slots_are_those_of_the_embedded_sampler():
+    config = tiny.get_config("sampler=sglang")
+    config.rollout.concurrency = 1000
+    assert read_experiment(config).rollout.concurrency == 1000
+
+
 def test_a_missing_key_is_named():
     config = tiny.get_config()
     del config.ppo["gamma"]
