@@ -1,6 +1,6 @@
 """The train-inference gap taken apart: exact tokens or not, replayed routing or not, engine in float32 or bfloat16.
 
-python launch/sweep.py --config=configs/ablation_gap.py --out=runs/gap --parallel=2     36 runs, each on an SGLang engine
+python launch/sweep.py --config=configs/ablation_gap.py --out=runs/gap --parallel=2     30 runs, each on an SGLang engine
 notebooks/ablation_gap.ipynb                                                            the table and the figures
 
 Every run is the tiny policy for six steps of 64 trials, of which the last four move it. Histories as in
@@ -12,7 +12,7 @@ t1jax/agent/history.py, with one of two chat templates:
                            of replies, but behind a history that the sampler did not see any more
     retokenized, drops     the same template, and what is trained on is how its last prompt was encoded
 
-The first two, with routing replayed (R3) or free, are the 2x2 of T1. Half an hour on two CPU cores, most of it the
+The first two, with routing replayed (R3) or free, are the 2x2 of T1; the others run in float32 alone. Half an hour on two CPU cores, most of it the
 engines' starts.
 """
 
@@ -53,7 +53,7 @@ def get_config(arg: str = "") -> ConfigDict:
 def sweep(add) -> None:
     for seed in (0, 1, 2):
         for dtype, tolerance in TOLERANCE.items():
-            for history, template, replay in SETTINGS:
+            for history, template, replay in SETTINGS[: None if dtype == "float32" else 4]:
                 add(
                     **{
                         "seed": seed,
