@@ -1,24 +1,33 @@
-"""Offline proof that a recorded run is what it says: the sampler's ids, its experts, its rewards, right advantages.
+"""Checks of a recorded run: the sampler's ids, its experts, its rewards, right advantages.
 
     python -m t1jax.audit --run=DIR
 
-Reads the run folder alone and computes everything anew, without the code that trained:
+Reads the run folder, and the tokenizer, chat template and initial policy that its config names. What is proven:
 
-    trials   each number once, its chunks in order, one verdict and reward for all of them, that of the config
-    TITO     ids marked as sampled are those of the reply's digest, which the sampler took; each stream begins
-             with context; turns that open a chunk, and no others, are joined by "split"
-    R3       N-1 rows of distinct experts that exist; all tokens of a step by its version of the weights; the
-             trainer's log-probs under them are the sampler's, within train.parity_band
-    GAE      advantages and returns from the stored values and rewards, by the recursion's definition
+    every step      Each trial is there once, its chunks in order, with one verdict and the reward that the config
+                    gives it. TITO: ids marked as sampled have the digest that the sampler took, and say what was run;
+                    a stream begins with context, and turns that open a chunk, and no others, are joined by "split".
+                    R3: N-1 rows of distinct experts that exist, all tokens of a step by its version of the weights,
+                    at the configured temperature; with history "tokens", context is the template around the output
+                    of the last command.
+    trained steps   GAE: advantages and returns follow from the stored values and rewards, in float64. The
+                    trainer's stored log-probs are the sampler's, within train.parity_band.
+    recomputed      The stored log-probs and values are those of the stored tokens and experts under the policy that
+    steps           sampled them: step 0, critic warm-up, and steps of a checkpoint (see recompute.py). Only this
+                    shows that row t holds the experts of token t, layer by layer, and that no context id was changed;
+                    nothing shows it of the other steps. With ppo.replay=False experts take no part.
+
+Not proven: a reply whose ids and digest were both replaced by others that say the same, outside of recomputed steps.
+Text histories are repaired behind the sampler's back, so their band must be wide; `gap_strict` is the gap of the
+turns before the first repair of each chunk, which should be as small as with history "tokens".
 
 The first offence ends it with exit code 1. Otherwise prints how turns were joined, the histogram of (s, u), and
-as its last line a JSON object.
+as its last line a JSON object. A kill may leave one last step whose batch was not trained on; the rest must be whole.
 """
 
 import itertools
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +35,17 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from t1jax import command
+from t1jax.agent.action import Action, Malformed, Submit, parse
 from t1jax.agent.chat import Chat
+from t1jax.agent.episode import SILENT
 from t1jax.agent.stitch import count
 from t1jax.agent.verify import reward
 from t1jax.experiment import ConfigError, Experiment, read_experiment
 from t1jax.metrics import read_metrics
+from t1jax.recompute import check_inferred, gaps, make_recompute, saved_steps
 from t1jax.rollout import store
 from t1jax.run import make_chat
-from t1jax.types import Trajectory
-
-TOLERANCE = 1e-4  # of advantages and returns, which were computed in float32
+from t1jax.types import ExecResult, Trajectory
 
 
 class Offence(RuntimeError):
@@ -43,43 +53,77 @@ class Offence(RuntimeError):
 
 
 def audit_run(run: Path) -> dict:
-    """Checks a run folder; returns what the last line prints. Raises Offence, ConfigError or StoreError."""
+    """Checks a run folder; returns what the last line prints.
+
+    Raises Offence, or ConfigError, StoreError, MetricsError, CheckpointError for files that cannot be read.
+    """
     try:
         config = json.loads((run / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{run / 'config.json'} cannot be read, is this a run? {error}") from None
     experiment = read_experiment(ConfigDict(config))
-    trained = {line["step"] for line in read_metrics(run)}
-    stored = store.steps(run / "trajectories")
-    if missing := trained - set(stored):
-        raise Offence(f"step {min(missing)} was trained on, but its trajectories are not there")
-    chat, audits, changed, replies = make_chat(experiment), [], 0, 0
-    for step in stored:
+    chat, recompute = make_chat(experiment), make_recompute(experiment, run)
+    total, steps, changed, replies, recomputed = count([]), 0, 0, 0, 0
+    gap = gap_strict = 0.0
+    for step in check_steps(run):
         trajectories = store.read_step(run / "trajectories", step)
         try:
-            check_step(experiment, step, trajectories)
-            if step in trained:
+            check_step(experiment, chat, step, trajectories)
+            if store.step_path(run / "advantages", step).exists():
                 inferred = store.read_advantages(run / "advantages", step)
-                check_advantages(experiment, trajectories, inferred)
+                rows = [t for t in trajectories if t.turns and t.reward is not None]
+                again = recompute(step, rows)
+                check_inferred(experiment, rows, inferred, again)
+                recomputed += bool(again)
+                for t in rows:
+                    nats = gaps(t, inferred[t.trial, t.chunk])
+                    gap = max(gap, float(nats.max()))
+                    gap_strict = max(gap_strict, float(nats[before_repair(t)].max(initial=0)))
         except ValueError as error:
             raise Offence(f"step {step}, {error}") from None
-        audits.append(count(trajectories))
+        total += count(trajectories)
         turns = [turn for t in trajectories for turn in t.turns]
         replies += len(turns)
         changed += sum(not unchanged(chat, turn.sampled) for turn in turns)
-    total = sum(audits[1:], audits[0]) if audits else count([])
+        steps += 1
     return {
-        "steps": len(stored),
+        "steps": steps,
+        "recomputed": recomputed,
         "replies": replies,
         "changed_by_encoding_again": changed,
         "sampled": total.sampled,
-        "drift": total.drift,
+        "drift": total.drifted,
+        "gap": gap,
+        "gap_strict": gap_strict,
         "joins": dict(sorted(total.joins.items())),
         "drops": {f"{s},{u}": n for (s, u), n in sorted(total.drops.items())},
     }
 
 
-def check_step(experiment: Experiment, step: int, trajectories: list[Trajectory]) -> None:
+def check_steps(run: Path) -> list[int]:
+    """The steps stored: all from 0 on, with all that is written of a step. Raises Offence.
+
+    Only the last may lack metrics and advantages, where a kill came between; but not behind a checkpoint.
+    """
+    stored, inferred = (store.steps(run / name) for name in ("trajectories", "advantages"))
+    trained = [line["step"] for line in read_metrics(run)]
+    done = max([*stored, *(step + 1 for step in trained), *saved_steps(run)], default=0)
+    for step in range(done):
+        for name, there in (
+            ("trajectories", stored),
+            ("advantages", inferred),
+            ("metrics", trained),
+        ):
+            if step not in there:
+                raise Offence(f"step {step} was trained on, but its {name} are not there")
+    if not stored:
+        raise Offence("no step is stored, so there is nothing to check")
+    return stored
+
+
+def check_step(
+    experiment: Experiment, chat: Chat, step: int, trajectories: list[Trajectory]
+) -> None:
     """What holds for every chunk of a step. Raises ValueError with the first that does not."""
     size = experiment.rollout.trials
     trials = [t.trial for t in trajectories if t.chunk == 0]
@@ -96,6 +140,7 @@ def check_step(experiment: Experiment, step: int, trajectories: list[Trajectory]
                 raise ValueError(f"{place}another outcome than the chunk before it")
         check_reward(experiment, t, place)
         check_stream(experiment, t, place)
+        check_words(experiment, chat, t, place)
         check_experts(experiment, t, step, place)
 
 
@@ -113,6 +158,9 @@ def check_stream(experiment: Experiment, t: Trajectory, place: str) -> None:
         t.check()
     except ValueError as error:
         raise ValueError(f"chunk {t.chunk} of {error}") from None
+    wanted = experiment.rollout.sampling.temperature
+    if t.temperature != wanted:
+        raise ValueError(f"{place}temperature {t.temperature:g}, the config's is {wanted:g}")
     outside = np.flatnonzero((t.tokens < 0) | (t.tokens >= experiment.model.vocab_size))
     if len(outside):
         raise ValueError(f"{place}token {outside[0]} is {t.tokens[outside[0]]}, no id of the model")
@@ -125,6 +173,44 @@ def check_stream(experiment: Experiment, t: Trajectory, place: str) -> None:
             )
         if (turn.join == "split") != (i == 0):
             raise ValueError(f"{place}turn {i} is joined by {turn.join!r}")
+
+
+def check_words(experiment: Experiment, chat: Chat, t: Trajectory, place: str) -> None:
+    """Replies say what was run; with history "tokens", contexts say what came of it."""
+    context = None
+    for i, turn in enumerate(t.turns):
+        if context is not None and not np.array_equal(turn.context, context):
+            raise ValueError(f"{place}the context of turn {i} is not what turn {i - 1} came to")
+        action = parse(chat.reply_text(turn.sampled), experiment.episode.protocol)
+        said = ("none", None) if turn.finish != "stop" else describe(action)
+        if (turn.action, turn.command) != said:
+            raise ValueError(
+                f"{place}turn {i} is {turn.action} {turn.command!r}, its ids say {said[0]} {said[1]!r}"
+            )
+        text = answer(action, turn.result)
+        context = None
+        if experiment.episode.history == "tokens" and text is not None:
+            context = chat.observation(text, closed=chat.stop_ids[0] in turn.sampled[-1:])
+
+
+def describe(action: Action) -> tuple[str, str | None]:
+    """Name and command, as a turn records them."""
+    if isinstance(action, Malformed):
+        return "malformed", None
+    command = "\n".join(line.text for line in action.lines) or None
+    return "submit" if isinstance(action, Submit) else "command", command
+
+
+def answer(action: Action, result: ExecResult | None) -> str | None:
+    """What the agent read of it; None where it had several lines, of which the last result alone is stored."""
+    if isinstance(action, Malformed):
+        return action.message
+    if isinstance(action, Submit) or len(action.lines) != 1 or result is None:
+        return None
+    output = result.output.strip("\n")
+    if result.exit_code:
+        output = f"exit {result.exit_code}\n{output}".rstrip("\n")
+    return output or SILENT
 
 
 def check_experts(experiment: Experiment, t: Trajectory, step: int, place: str) -> None:
@@ -146,64 +232,10 @@ def check_experts(experiment: Experiment, t: Trajectory, step: int, place: str) 
         raise ValueError(f"{place}tokens of weights {min(other)}")
 
 
-def check_advantages(
-    experiment: Experiment, trajectories: list[Trajectory], inferred: dict
-) -> None:
-    """Log-probs of trainer and sampler agree; advantages and returns follow from values and rewards."""
-    rows = [t for t in trajectories if t.turns and t.reward is not None]
-    if list(inferred) != [(t.trial, t.chunk) for t in rows]:
-        raise ValueError("its advantages are of other rows than its trajectories")
-    expected = []
-    for t in rows:
-        found = inferred[t.trial, t.chunk]
-        place = f"trial {t.trial}, chunk {t.chunk}: "
-        if any(len(values) != len(t.tokens) for values in found.values()):
-            raise ValueError(f"{place}{len(t.tokens)} tokens have other numbers of advantages")
-        gap = np.where(t.sampled, np.abs(found["old_logp"] - t.logprobs), 0)
-        if not gap.max(initial=0) <= experiment.train.parity_band:
-            raise ValueError(
-                f"{place}token {gap.argmax()}: trainer and sampler differ by {gap.max():.3g} nats, the "
-                f"band is {experiment.train.parity_band:g}"
-            )
-        ppo = experiment.ppo
-        expected.append(gae(t, found["values"], ppo.gamma, ppo.lam))
-    if experiment.ppo.whiten:
-        expected = whiten(expected, [t.sampled for t in rows])
-    for t, (advantages, returns) in zip(rows, expected, strict=True):
-        found = inferred[t.trial, t.chunk]
-        for name, wanted in (("advantages", advantages), ("returns", returns)):
-            off = np.abs(found[name] - wanted)
-            if not off.max(initial=0) <= TOLERANCE:
-                raise ValueError(
-                    f"trial {t.trial}, chunk {t.chunk}: {name} of token {off.argmax()} are "
-                    f"{found[name][off.argmax()]:.6g}, its values give {wanted[off.argmax()]:.6g}"
-                )
-
-
-def gae(t: Trajectory, values: np.ndarray, gamma: float, lam: float) -> tuple:
-    """(advantages, returns) f64[N], 0 on context: the recursion, written over sampled tokens alone (T1).
-
-    The reward stands on the last of them, and nothing is worth anything behind it.
-    """
-    advantages, returns = np.zeros(len(values)), np.zeros(len(values))
-    ahead = value_ahead = 0.0
-    last_reward = t.reward
-    for i in reversed(np.flatnonzero(t.sampled)):
-        delta = last_reward + gamma * value_ahead - values[i]
-        ahead = advantages[i] = delta + gamma * lam * ahead
-        returns[i] = ahead + values[i]
-        value_ahead, last_reward = values[i], 0.0
-    return advantages, returns
-
-
-def whiten(expected: list[tuple], masks: Iterable[np.ndarray]) -> list[tuple]:
-    """Advantages with mean 0 and variance 1 over all sampled tokens."""
-    masks = list(masks)
-    every = np.concatenate([a[mask] for (a, _), mask in zip(expected, masks, strict=True)])
-    return [
-        (np.where(mask, (a - every.mean()) / np.sqrt(every.var() + 1e-8), 0), r)
-        for (a, r), mask in zip(expected, masks, strict=True)
-    ]
+def before_repair(t: Trajectory) -> np.ndarray:
+    """bool[N]: the tokens of turns that the sampler read as they stand."""
+    repaired = [i for i, turn in enumerate(t.turns) if turn.join in ("normalized", "retokenized")]
+    return t.turn_index < min(repaired, default=len(t.turns))
 
 
 def unchanged(chat: Chat, ids: np.ndarray) -> bool:
@@ -213,12 +245,14 @@ def unchanged(chat: Chat, ids: np.ndarray) -> bool:
 
 def report(result: dict) -> str:
     """The result as lines of text."""
-    lines = [
-        f"{result['steps']} steps, {result['replies']} replies, {result['sampled']} sampled ids"
-    ]
-    lines.append(f"drift {result['drift']:.4%}")
     share = result["changed_by_encoding_again"] / max(result["replies"], 1)
-    lines.append(f"replies that encoding again would change: {share:.2%}")
+    lines = [
+        f"{result['steps']} steps, {result['replies']} replies, {result['sampled']} sampled ids",
+        f"recomputed from their weights: {result['recomputed']} of {result['steps']} steps",
+        f"ids that the sampler did not say: {result['drift']}",
+        f"trainer and sampler: {result['gap']:.3g} nats apart, {result['gap_strict']:.3g} before repairs",
+        f"replies that encoding again would change: {share:.2%}",
+    ]
     lines += [f"joined by {name:12} {n:8}" for name, n in result["joins"].items()]
     lines += [f"dropped (s,u) = ({pair}) {n:8}" for pair, n in result["drops"].items()]
     return "\n".join(lines)

@@ -1,10 +1,14 @@
-"""An honest run passes its audit; one changed in any place does not, and the place is named."""
+"""Honest runs pass their audit; one changed in any place does not, and the place is named."""
 
 import dataclasses
+import functools
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,52 +16,160 @@ import pytest
 from ml_collections import ConfigDict
 from test_batch import trajectory, turn
 
-from t1jax.audit import Offence, audit_run, check_step, gae
+from configs import tiny
+from t1jax import masked
+from t1jax.agent.generate import generate
+from t1jax.audit import Offence, audit_run, check_step
+from t1jax.batch import make_batch
 from t1jax.experiment import read_experiment
+from t1jax.ppo.gae import gae as trainers_gae
+from t1jax.recompute import check_advantages, gae
 from t1jax.rollout import store
+from t1jax.run import make_chat
+from t1jax.types import digest
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = "configs/assets/tiny/chat_template_drops.jinja"
-pytestmark = pytest.mark.slow
+ENV = os.environ | {
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PLATFORMS": "cpu",
+}
+SFT_POLICY = {
+    "initial_policy": "configs/assets/tiny/sft",
+    "model.num_layers": 4,
+    "model.hidden_size": 64,
+    "model.num_experts": 8,
+    "train.checkpoint_every": 2,
+    "evaluate.before": False,
+    "evaluate.after": False,
+}
 
 
-def python(*arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def start(module: str, *arguments) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        cwd=ROOT,
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def train(workdir: Path, **changes) -> subprocess.Popen:
+    flags = [f"--config.{name}={value}" for name, value in (SFT_POLICY | changes).items()]
+    return start("t1jax.train", "--config=configs/tiny.py:debug", f"--workdir={workdir}", *flags)
+
+
+def finish(process: subprocess.Popen) -> tuple[str, str]:
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err
+    return out, err
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A real run of two steps, whose histories are text."""
+    """Histories are text. Weights of steps 0 and 2 are there, those of step 1 are gone."""
     workdir = tmp_path_factory.mktemp("run") / "stitched"
     changes = {
-        "initial_policy": "configs/assets/tiny/sft",
-        "model.num_layers": 4,
-        "model.hidden_size": 64,
-        "model.num_experts": 8,
         "episode.history": "stitched",
         "chat_template": TEMPLATE,
-        "train.steps": 2,
+        "train.steps": 3,
+        "train.warmup_steps": 0,
         "train.parity_band": 50.0,  # the policy never saw a history without thoughts
-        "evaluate.before": False,
-        "evaluate.after": False,
     }
-    flags = [f"--config.{name}={value}" for name, value in changes.items()]
-    done = python("t1jax.train", "--config=configs/tiny.py:debug", f"--workdir={workdir}", *flags)
-    assert done.returncode == 0, done.stderr
+    finish(train(workdir, **changes))
     return workdir
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """(run, the same as a kill left it): ids, whitened, discounted, and trials of two tasks have no verdict.
+
+    The critic warms up in step 0; step 2 has a checkpoint, step 3 has none.
+    """
+    folder = tmp_path_factory.mktemp("run")
+    generate(folder / "tasks", "train", 16, 0)
+    for task in sorted((folder / "tasks").iterdir())[:2]:
+        (task / "tests/test.sh").write_text("#!/bin/bash\n")
+    changes = {
+        "tasks.train": folder / "tasks",
+        "ppo.whiten": True,
+        "ppo.gamma": 0.9,
+        "ppo.lam": 0.95,
+        "train.steps": 4,
+        "train.warmup_steps": 1,
+    }
+    workdir = folder / "tokens"
+    process = train(workdir, **changes)
+    while not (workdir / "checkpoints/000002").exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    _, err = process.communicate()
+    assert process.returncode == -signal.SIGKILL, err
+    shutil.copytree(workdir, folder / "killed")
+    _, err = finish(train(workdir, **changes))
+    assert "resuming at step 2 of 4" in err
+    return workdir, folder / "killed"
+
+
+@pytest.fixture(scope="module")
+def tokens(killed):
+    return killed[0]
+
+
+def copied(run: Path, tmp_path: Path) -> Path:
+    """A copy whose files may be replaced, not written to."""
+    return shutil.copytree(run, tmp_path / "run", copy_function=os.link)
+
+
+@pytest.mark.slow
 def test_an_honest_run_passes(run):
-    done = python("t1jax.audit", f"--run={run}")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["steps"] == 2 and result["drift"] == 0
+    out, err = finish(start("t1jax.audit", f"--run={run}"))
+    result = json.loads(out.splitlines()[-1])
+    assert result["steps"] == 3 and result["recomputed"] == 2 and result["drift"] == 0
     stored = [t for _, t in store.read_run(run / "trajectories")]
     assert result["sampled"] == sum(t.sampled.sum() for t in stored) > 500
     assert result["replies"] == sum(len(t.turns) for t in stored)
     assert result["joins"]["normalized"] == sum(result["drops"].values()) > 10
-    assert "drift 0.0000%" in done.stderr and "(s,u) = " in done.stderr
+    assert result["gap_strict"] < 1e-4 < result["gap"]
+    assert "recomputed from their weights: 2 of 3 steps" in err and "(s,u) = " in err
+
+
+@pytest.mark.slow
+def test_killed_resumed_whitened_discounted_runs_with_trials_given_up_pass(killed):
+    whole, cut = killed
+    stored = [t for _, t in store.read_run(whole / "trajectories")]
+    assert sum(t.reward is None for t in stored) == 8
+    result = audit_run(whole)
+    assert result["steps"] == 4 and result["recomputed"] == 3
+    assert result["gap"] == result["gap_strict"] < 1e-4
+    result = audit_run(cut)
+    assert 2 <= result["steps"] <= 3 and result["recomputed"] >= 2
+
+
+@pytest.mark.slow
+def test_a_step_cut_short_may_only_be_the_last(tokens, tmp_path):
+    """As where a kill came between trajectories and metrics; behind a checkpoint it cannot have come."""
+    copy = copied(tokens, tmp_path)
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").unlink()
+    (copy / "metrics.jsonl").write_text("".join(lines[:3]))
+    with pytest.raises(Offence, match="step 3 was trained on, but its metrics are not there"):
+        audit_run(copy)
+    shutil.rmtree(copy / "checkpoints/000004")
+    assert audit_run(copy)["steps"] == 4
+    store.step_path(copy / "advantages", 3).unlink()
+    assert audit_run(copy)["steps"] == 4
+
+
+@pytest.mark.slow
+def test_without_the_initial_policy_fewer_steps_are_recomputed(run, tmp_path):
+    copy = copied(run, tmp_path)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").unlink()
+    (copy / "config.json").write_text(json.dumps(config | {"initial_policy": str(tmp_path / "no")}))
+    assert audit_run(copy)["recomputed"] == 1
 
 
 def last_turn(t, **changes):
@@ -72,6 +184,20 @@ def other_id(t):
     return last_turn(t, sampled=sampled)
 
 
+def other_id_and_digest(t):
+    """An id that says something else, with the digest that fits."""
+    t = other_id(t)
+    return last_turn(t, digest=digest(t.turns[-1].sampled))
+
+
+def prose_and_digest(t):
+    """A reply that was no action becomes another one: what was run does not change."""
+    said = np.array([*range(40, 60)], np.int32)[: len(t.turns[-1].sampled)]
+    return last_turn(
+        t, sampled=said, digest=digest(said), finish="length", action="none", command=None
+    )
+
+
 def context_as_sampled(t):
     """The id before a reply counts as said, too, as where a mask is off by one."""
     first = t.turns[0]
@@ -84,12 +210,16 @@ def context_as_sampled(t):
     return dataclasses.replace(t, turns=(moved, *t.turns[1:]))
 
 
-def experts(change):
-    def apply(t):
-        rows = t.experts.copy()
-        return dataclasses.replace(t, experts=change(rows))
+def other_context(t, place):
+    context = t.turns[place].context.copy()
+    context[len(context) // 2] ^= 1
+    turns = list(t.turns)
+    turns[place] = dataclasses.replace(turns[place], context=context)
+    return dataclasses.replace(t, turns=tuple(turns))
 
-    return apply
+
+def experts(change):
+    return lambda t: dataclasses.replace(t, experts=np.ascontiguousarray(change(t.experts.copy())))
 
 
 def same_expert_twice(rows):
@@ -102,13 +232,39 @@ def unknown_expert(rows):
     return rows
 
 
+def random_experts(rows):
+    free = np.random.default_rng(0).random((*rows.shape[:2], 8))
+    return np.argsort(free, -1)[..., : rows.shape[2]].astype(rows.dtype)
+
+
+WRONG_ROWS = {
+    "shifted by a row": lambda rows: np.roll(rows, 1, axis=0),
+    "one row twice": lambda rows: np.concatenate([rows[:-9], rows[-10:-9], rows[-8:]]),
+    "at random": random_experts,
+    "layers reversed": lambda rows: rows[:, ::-1],
+}
+
+
+def change_one(run: Path, tmp_path: Path, step: int, change) -> Path:
+    """A copy of the run whose first trial of several turns, in this step, is changed."""
+    copy = copied(run, tmp_path)
+    stored = store.read_step(copy / "trajectories", step)
+    victim = next(i for i, t in enumerate(stored) if len(t.turns) > 1 and t.reward is not None)
+    stored[victim] = change(stored[victim])
+    store.write_step(copy / "trajectories", step, stored)
+    return copy
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (other_id, "holds .* ids that the sampler did not say"),
+        (other_id_and_digest, "its ids say"),
         (context_as_sampled, "turn 0 holds .* ids that the sampler did not say"),
         (lambda t: last_turn(t, version=0), "tokens of weights 0"),
         (lambda t: last_turn(t, join="split"), "is joined by 'split'"),
+        (lambda t: last_turn(t, command="rm -r /"), "turn . is .* 'rm -r /', its ids say"),
         (lambda t: last_turn(t, logprobs=t.turns[-1].logprobs + 9), "was sampled with log-prob"),
         (lambda t: last_turn(t, logprobs=t.turns[-1].logprobs - 99), "trainer and sampler differ"),
         (experts(lambda rows: rows[:-1]), "rows of experts for"),
@@ -116,28 +272,63 @@ def unknown_expert(rows):
         (experts(unknown_expert), "token 3, layer 1 has experts .*99"),
         (experts(lambda rows: rows[:, :2]), r"experts \(2, 2\)"),
         (lambda t: dataclasses.replace(t, reward=1.0), "reward 1.0, the verdict gives"),
+        (lambda t: dataclasses.replace(t, temperature=0.5), "temperature 0.5, the config's is 1"),
         (lambda t: dataclasses.replace(t, trial=t.trial + 1), "trials are not there once each"),
         (lambda t: dataclasses.replace(t, chunk=1), "are not there once each"),
     ],
 )
 def test_a_changed_trajectory_is_named(run, tmp_path, change, message):
-    """In step 1, the first trial of several turns."""
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
-    stored = store.read_step(copy / "trajectories", 1)
-    victim = next(i for i, t in enumerate(stored) if len(t.turns) > 1)
-    stored[victim] = change(stored[victim])
-    store.write_step(copy / "trajectories", 1, stored)
+    """In step 1, whose weights are gone."""
     with pytest.raises(Offence, match="step 1, .*" + message):
-        audit_run(copy)
+        audit_run(change_one(run, tmp_path, 1, change))
 
 
-@pytest.mark.parametrize("name", ["values", "advantages", "returns", "old_logp"])
-def test_a_changed_inference_is_named(run, tmp_path, name):
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
-    trained = [t for t in store.read_step(run / "trajectories", 1) if t.turns]
-    inferred = store.read_advantages(run / "advantages", 1)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(pytest.param(experts(change), id=name) for name, change in WRONG_ROWS.items()),
+        pytest.param(functools.partial(other_context, place=0), id="first context"),
+        pytest.param(functools.partial(other_context, place=1), id="later context"),
+        pytest.param(prose_and_digest, id="reply, digest and action"),
+    ],
+)
+def test_weights_show_what_was_read_and_under_which_experts(run, tmp_path, change, step):
+    """Of text histories, whose band of 50 nats would pass anything."""
+    with pytest.raises(Offence, match=f"step {step}, .* old_logp .* its experts and weights give"):
+        audit_run(change_one(run, tmp_path, step, change))
+
+
+@pytest.mark.slow
+def test_without_weights_misplaced_experts_are_not_seen(run, tmp_path):
+    """The limit that the docstring states."""
+    assert audit_run(change_one(run, tmp_path, 1, experts(random_experts)))["recomputed"] == 2
+
+
+@pytest.mark.slow
+def test_contexts_are_what_the_sandbox_answered(tokens, tmp_path):
+    """In step 3, whose weights are gone."""
+    change = functools.partial(other_context, place=1)
+    with pytest.raises(Offence, match=r"step 3, .* the context of turn 1 is not what turn 0 came"):
+        audit_run(change_one(tokens, tmp_path, 3, change))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "step", "message"),
+    [
+        ("values", 1, "its values give"),
+        ("advantages", 1, "its values give"),
+        ("returns", 1, "its values give"),
+        ("old_logp", 1, "differ by"),
+        ("values", 2, "values of token .*its experts and weights give"),
+    ],
+)
+def test_a_changed_inference_is_named(run, tmp_path, name, step, message):
+    copy = copied(run, tmp_path)
+    trained = [t for t in store.read_step(run / "trajectories", step) if t.turns]
+    inferred = store.read_advantages(run / "advantages", step)
     arrays = {
         key: np.zeros((len(trained), max(len(t.tokens) for t in trained)), np.float32)
         for key in store.INFERRED
@@ -147,32 +338,49 @@ def test_a_changed_inference_is_named(run, tmp_path, name):
             arrays[key][row, : len(values)] = values
     row = 2
     arrays[name][row, np.flatnonzero(trained[row].sampled)[1]] += 100
-    store.write_advantages(copy / "advantages", 1, trained, arrays)
-    expected = "differ by" if name == "old_logp" else "its values give"
-    with pytest.raises(Offence, match=f"trial {trained[row].trial}, .*{expected}"):
+    store.write_advantages(copy / "advantages", step, trained, arrays)
+    with pytest.raises(Offence, match=f"step {step}, trial {trained[row].trial}, .*{message}"):
         audit_run(copy)
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named(run, tmp_path):
-    done = python("t1jax.audit", f"--run={tmp_path}")
-    assert done.returncode == 1 and "config.json cannot be read" in done.stderr
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
-    store.step_path(copy / "trajectories", 0).unlink()
-    done = python("t1jax.audit", f"--run={copy}")
-    assert done.returncode == 1
-    assert done.stderr.strip().endswith("step 0 was trained on, but its trajectories are not there")
+    process = start("t1jax.audit", f"--run={tmp_path}")
+    _, err = process.communicate()
+    assert process.returncode == 1 and "config.json cannot be read" in err
+    copy = copied(run, tmp_path)
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").unlink()
+    for left in ([], lines[:1] + lines[2:]):
+        (copy / "metrics.jsonl").write_text("".join(left))
+        first = 1 if left else 0
+        with pytest.raises(Offence, match=f"step {first} was trained on, but its metrics are not"):
+            audit_run(copy)
+    (copy / "metrics.jsonl").write_text("".join(lines))
+    for name in ("advantages", "trajectories"):
+        store.step_path(copy / name, 1).unlink()
+        with pytest.raises(Offence, match=f"step 1 was trained on, but its {name} are not there"):
+            audit_run(copy)
+    for name in ("advantages", "trajectories", "checkpoints"):
+        shutil.rmtree(copy / name)
+    (copy / "metrics.jsonl").unlink()
+    process = start("t1jax.audit", f"--run={copy}")
+    _, err = process.communicate()
+    assert process.returncode == 1
+    assert err.strip().endswith("no step is stored, so there is nothing to check")
 
 
+@pytest.mark.slow
 def test_a_chunk_without_the_one_before_it_is_named(run):
     experiment = read_experiment(ConfigDict(json.loads((run / "config.json").read_text())))
+    check = functools.partial(check_step, experiment, make_chat(experiment), 0)
     stored = store.read_step(run / "trajectories", 0)
     again = dataclasses.replace(stored[3], chunk=2)
     with pytest.raises(ValueError, match=f"trial {again.trial}, chunk 2: the chunk before"):
-        check_step(experiment, 0, [*stored[:4], again, *stored[4:]])
+        check([*stored[:4], again, *stored[4:]])
     other = dataclasses.replace(stored[3], chunk=1, reward=-1.0)
     with pytest.raises(ValueError, match="another outcome than the chunk before it"):
-        check_step(experiment, 0, [*stored[:4], other, *stored[4:]])
+        check([*stored[:4], other, *stored[4:]])
 
 
 def test_advantages_by_hand():
@@ -182,3 +390,46 @@ def test_advantages_by_hand():
     advantages, returns = gae(t, values, 1.0, 0.95)
     np.testing.assert_allclose(advantages, [0, 0.82675, 0.765, 0, 0, 0.7], atol=1e-9)
     np.testing.assert_allclose(returns, [0, 0.92675, 0.965, 0, 0, 1.0], atol=1e-9)
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "size", "seen"),
+    [
+        ([7, 30, 11], 0.0, 2.0),  # equal advantages: whitening divides mere rounding by 1e-4
+        ([7, 30, 11], 1.0, 0.01),
+        ([80_000], 5.0, 0.01),  # as long as float32 has to add
+    ],
+)
+def test_rounding_passes_and_a_fault_does_not(lengths, size, seen, whiten):
+    """The trainer's own float32, with values of a given size."""
+    ppo = read_experiment(tiny.get_config()).ppo
+    ppo = dataclasses.replace(ppo, lam=0.95, whiten=whiten)
+    rng = np.random.default_rng(0)
+    rows = [
+        trajectory(turn([1], range(2, n), [-1] * (n - 2)), trial=i, reward=0.7)
+        for i, n in enumerate(lengths)
+    ]
+    batch = make_batch(rows, max(lengths), len(rows))
+    values = (size * rng.standard_normal(batch.tokens.shape)).astype(np.float32) * batch.sampled
+    nothing = np.zeros(len(rows), np.float32)
+    advantages, returns = trainers_gae(
+        batch.reward, values, batch.sampled, batch.ended, 1.0, 0.95, nothing
+    )
+    if whiten:
+        advantages = masked.whiten(advantages, batch.sampled)
+
+    def check(change):
+        found = {"values": values, "advantages": np.array(advantages), "returns": returns}
+        found["advantages"][0, 3] += change
+        inferred = {
+            (t.trial, t.chunk): {
+                name: np.asarray(x)[i, : len(t.tokens)] for name, x in found.items()
+            }
+            for i, t in enumerate(rows)
+        }
+        check_advantages(ppo, rows, inferred)
+
+    check(0)
+    with pytest.raises(ValueError, match="trial 0, chunk 0: advantages of token 3"):
+        check(seen)

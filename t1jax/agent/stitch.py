@@ -111,11 +111,6 @@ class Audit:
     sampled: int
     drifted: int
 
-    @property
-    def drift(self) -> float:
-        """Share of sampled positions that are not the sampler's own."""
-        return self.drifted / max(self.sampled, 1)
-
     def __add__(self, other: "Audit") -> "Audit":
         return Audit(
             self.joins + other.joins,

@@ -119,7 +119,7 @@ def test_a_template_that_drops_thoughts_gives_one_stream_of_the_samplers_ids(cha
         assert chat.decode(turn.context).endswith("<think>\n\n</think>\n\n")
     audit = count([chunk])
     assert audit.joins == {"normalized": 2} and audit.drops == {(thoughts, 0): 2}
-    assert audit.drift == 0 and audit.sampled == sum(map(len, said))
+    assert audit.drifted == 0 and audit.sampled == sum(map(len, said))
     # The pass over the first prompt gave the first rows; the last pass gave the last ones.
     np.testing.assert_array_equal(
         chunk.experts[: len(prompts[0])], experts_of(np.append(prompts[0], 0))
@@ -136,7 +136,7 @@ def test_other_ids_for_the_same_words_are_found(chat, task):
     np.testing.assert_array_equal(chunk.turns[0].sampled, said[0])
     assert chat.decode(chunk.turns[1].context).startswith("\n<|im_start|>user\none<|im_end|>")
     assert len(prompts[1]) < len(prompts[0]) + len(said[0])
-    assert count([chunk]).drift == 0
+    assert count([chunk]).drifted == 0
 
 
 def test_words_that_the_template_changes_open_a_chunk(chat, task):
