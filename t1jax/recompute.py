@@ -47,16 +47,19 @@ def make_recompute(
     """
     mesh = make_mesh(MeshConfig(data=1))
     score = make_score(experiment.model, experiment.ppo, mesh)
-    random = dataclasses.replace(experiment, initial_policy="")  # needs no file to have a shape
-    like = jax.eval_shape(lambda: first_state(random, mesh))
     begun = not experiment.initial_policy or Path(experiment.initial_policy).is_dir()
     saved = [0] * begun + saved_steps(run)
+
+    @functools.cache
+    def shapes() -> TrainState:
+        random = dataclasses.replace(experiment, initial_policy="")  # its file may be gone
+        return jax.eval_shape(lambda: first_state(random, mesh))
 
     @functools.lru_cache(maxsize=1)
     def state_of(step: int) -> TrainState:
         if step == 0:
             return first_state(experiment, mesh)
-        return read(run / "checkpoints" / f"{step:06d}", like)[0]
+        return read(run / "checkpoints" / f"{step:06d}", shapes())[0]
 
     def recompute(step: int, rows: Sequence[Trajectory]) -> Inferred:
         same = [s for s in saved if s == step or max(s, step) <= experiment.train.warmup_steps]

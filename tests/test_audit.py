@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,10 +24,10 @@ from t1jax.audit import Offence, audit_run, check_step
 from t1jax.batch import make_batch
 from t1jax.experiment import read_experiment
 from t1jax.ppo.gae import gae as trainers_gae
-from t1jax.recompute import check_advantages, gae
+from t1jax.recompute import check_advantages, check_inferred, gae, make_recompute
 from t1jax.rollout import store
 from t1jax.run import make_chat
-from t1jax.types import digest
+from t1jax.types import Trajectory, digest
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = "configs/assets/tiny/chat_template_drops.jinja"
@@ -116,6 +117,37 @@ def killed(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokens(killed):
     return killed[0]
+
+
+class Recorded:
+    """A run, open for changes of what was read of it."""
+
+    def __init__(self, run: Path):
+        self.run = run
+        self.experiment = read_experiment(ConfigDict(json.loads((run / "config.json").read_text())))
+        self.chat = make_chat(self.experiment)
+        self.recompute = make_recompute(self.experiment, run)
+
+    def changed(self, step: int, change) -> list[Trajectory]:
+        """The step, with its first trial of several turns changed."""
+        stored = store.read_step(self.run / "trajectories", step)
+        scored = [i for i, t in enumerate(stored) if len(t.turns) > 1 and t.reward is not None]
+        stored[scored[0]] = change(stored[scored[0]])
+        return stored
+
+    def check(self, step: int, trajectories: list[Trajectory]) -> bool:
+        """As audit_run does; whether the weights were there."""
+        check_step(self.experiment, self.chat, step, trajectories)
+        rows = [t for t in trajectories if t.turns and t.reward is not None]
+        again = self.recompute(step, rows)
+        inferred = store.read_advantages(self.run / "advantages", step)
+        check_inferred(self.experiment, rows, inferred, again)
+        return bool(again)
+
+
+@pytest.fixture(scope="module")
+def stitched(run):
+    return Recorded(run)
 
 
 def copied(run: Path, tmp_path: Path) -> Path:
@@ -239,20 +271,10 @@ def random_experts(rows):
 
 WRONG_ROWS = {
     "shifted by a row": lambda rows: np.roll(rows, 1, axis=0),
-    "one row twice": lambda rows: np.concatenate([rows[:-9], rows[-10:-9], rows[-8:]]),
+    "a row left out": lambda rows: np.concatenate([rows[:20], rows[21:], rows[-1:]]),
     "at random": random_experts,
     "layers reversed": lambda rows: rows[:, ::-1],
 }
-
-
-def change_one(run: Path, tmp_path: Path, step: int, change) -> Path:
-    """A copy of the run whose first trial of several turns, in this step, is changed."""
-    copy = copied(run, tmp_path)
-    stored = store.read_step(copy / "trajectories", step)
-    victim = next(i for i, t in enumerate(stored) if len(t.turns) > 1 and t.reward is not None)
-    stored[victim] = change(stored[victim])
-    store.write_step(copy / "trajectories", step, stored)
-    return copy
 
 
 @pytest.mark.slow
@@ -277,14 +299,13 @@ def change_one(run: Path, tmp_path: Path, step: int, change) -> Path:
         (lambda t: dataclasses.replace(t, chunk=1), "are not there once each"),
     ],
 )
-def test_a_changed_trajectory_is_named(run, tmp_path, change, message):
+def test_a_changed_trajectory_is_named(stitched, change, message):
     """In step 1, whose weights are gone."""
-    with pytest.raises(Offence, match="step 1, .*" + message):
-        audit_run(change_one(run, tmp_path, 1, change))
+    with pytest.raises(ValueError, match=message):
+        stitched.check(1, stitched.changed(1, change))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize(
     "change",
     [
@@ -294,24 +315,37 @@ def test_a_changed_trajectory_is_named(run, tmp_path, change, message):
         pytest.param(prose_and_digest, id="reply, digest and action"),
     ],
 )
-def test_weights_show_what_was_read_and_under_which_experts(run, tmp_path, change, step):
+@pytest.mark.parametrize("step", [0, 2])
+def test_weights_show_what_was_read_and_under_which_experts(stitched, change, step):
     """Of text histories, whose band of 50 nats would pass anything."""
-    with pytest.raises(Offence, match=f"step {step}, .* old_logp .* its experts and weights give"):
-        audit_run(change_one(run, tmp_path, step, change))
+    with pytest.raises(ValueError, match=r"old_logp of token .* its experts and weights give"):
+        stitched.check(step, stitched.changed(step, change))
 
 
 @pytest.mark.slow
-def test_without_weights_misplaced_experts_are_not_seen(run, tmp_path):
+def test_without_weights_misplaced_experts_are_not_seen(stitched):
     """The limit that the docstring states."""
-    assert audit_run(change_one(run, tmp_path, 1, experts(random_experts)))["recomputed"] == 2
+    assert not stitched.check(1, stitched.changed(1, experts(random_experts)))
 
 
 @pytest.mark.slow
-def test_contexts_are_what_the_sandbox_answered(tokens, tmp_path):
+def test_contexts_are_what_the_sandbox_answered(tokens):
     """In step 3, whose weights are gone."""
-    change = functools.partial(other_context, place=1)
-    with pytest.raises(Offence, match=r"step 3, .* the context of turn 1 is not what turn 0 came"):
-        audit_run(change_one(tokens, tmp_path, 3, change))
+    recorded = Recorded(tokens)
+    assert not recorded.check(3, recorded.changed(3, lambda t: t))
+    with pytest.raises(ValueError, match="the context of turn 1 is not what turn 0 came to"):
+        recorded.check(3, recorded.changed(3, functools.partial(other_context, place=1)))
+
+
+@pytest.mark.slow
+def test_an_offence_is_one_line_with_its_place(stitched, tmp_path):
+    copy = copied(stitched.run, tmp_path)
+    shifted = stitched.changed(2, experts(WRONG_ROWS["shifted by a row"]))
+    store.write_step(copy / "trajectories", 2, shifted)
+    process = start("t1jax.audit", f"--run={copy}")
+    _, err = process.communicate()
+    assert process.returncode == 1 and err.count("error:") == 1
+    assert re.search(r"run: step 2, trial \d+, chunk 0: old_logp of token \d+ is .* give .*$", err)
 
 
 @pytest.mark.slow
@@ -325,22 +359,13 @@ def test_contexts_are_what_the_sandbox_answered(tokens, tmp_path):
         ("values", 2, "values of token .*its experts and weights give"),
     ],
 )
-def test_a_changed_inference_is_named(run, tmp_path, name, step, message):
-    copy = copied(run, tmp_path)
-    trained = [t for t in store.read_step(run / "trajectories", step) if t.turns]
-    inferred = store.read_advantages(run / "advantages", step)
-    arrays = {
-        key: np.zeros((len(trained), max(len(t.tokens) for t in trained)), np.float32)
-        for key in store.INFERRED
-    }
-    for row, t in enumerate(trained):
-        for key, values in inferred[t.trial, t.chunk].items():
-            arrays[key][row, : len(values)] = values
-    row = 2
-    arrays[name][row, np.flatnonzero(trained[row].sampled)[1]] += 100
-    store.write_advantages(copy / "advantages", step, trained, arrays)
-    with pytest.raises(Offence, match=f"step {step}, trial {trained[row].trial}, .*{message}"):
-        audit_run(copy)
+def test_a_changed_inference_is_named(stitched, name, step, message):
+    rows = [t for t in store.read_step(stitched.run / "trajectories", step) if t.turns]
+    inferred = store.read_advantages(stitched.run / "advantages", step)
+    t = rows[2]
+    inferred[t.trial, t.chunk][name][np.flatnonzero(t.sampled)[1]] += 100
+    with pytest.raises(ValueError, match=f"trial {t.trial}, .*{message}"):
+        check_inferred(stitched.experiment, rows, inferred, stitched.recompute(step, rows))
 
 
 @pytest.mark.slow
@@ -371,10 +396,9 @@ def test_what_is_missing_is_named(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_chunk_without_the_one_before_it_is_named(run):
-    experiment = read_experiment(ConfigDict(json.loads((run / "config.json").read_text())))
-    check = functools.partial(check_step, experiment, make_chat(experiment), 0)
-    stored = store.read_step(run / "trajectories", 0)
+def test_a_chunk_without_the_one_before_it_is_named(stitched):
+    check = functools.partial(check_step, stitched.experiment, stitched.chat, 0)
+    stored = store.read_step(stitched.run / "trajectories", 0)
     again = dataclasses.replace(stored[3], chunk=2)
     with pytest.raises(ValueError, match=f"trial {again.trial}, chunk 2: the chunk before"):
         check([*stored[:4], again, *stored[4:]])
