@@ -147,12 +147,12 @@ class Proxy:
         async def forward(body):
             status, text = await self._ask(request, json.dumps(body).encode() if body else None)
             if status != 200:
-                raise _Refused(status, text)
+                raise Refused(status, text)
             return json.loads(text)
 
         try:
             return web.json_response(await change(json.loads(data) if data else None, forward))
-        except _Refused as refused:
+        except Refused as refused:
             return web.Response(status=refused.args[0], text=refused.args[1])
 
     async def _ask(self, request: web.Request, data: bytes | None) -> tuple[int, str]:
@@ -161,5 +161,5 @@ class Proxy:
             return answer.status, await answer.text()
 
 
-class _Refused(Exception):
-    """status, text."""
+class Refused(Exception):
+    """What a change raises to refuse: status, text."""

@@ -54,7 +54,7 @@ class FleetConfig:
     transfer: Literal["disk", "tensors"]
     bucket_bytes: int  # of tensors in one request
     reply_timeout_s: float
-    control_timeout_s: float  # of a call that neither generates nor changes weights
+    control_timeout_s: float  # of a call that is neither for a reply nor for weights
     load_timeout_s: float  # of a call that changes weights: minutes for a large model
     probe_period_s: float
     probe_timeout_s: float
@@ -99,7 +99,7 @@ class Fleet:
             raise SamplerError(
                 f"the engines' folder {folder} cannot be written to: {error.strerror}"
             ) from None
-        if not config.urls and config.server.max_tokens < model.context:
+        if not config.urls.split() and config.server.max_tokens < model.context:
             raise SamplerError(
                 f"fleet.server.max_tokens={config.server.max_tokens} does not hold one stream of "
                 f"{model.context} tokens"
@@ -256,7 +256,7 @@ class Fleet:
         async def prove(member: Member) -> None:
             await member.prove(tokens, expected, c.probe_tolerance)
 
-        if c.urls:  # they need no files to start
+        if c.urls.split():  # they need no files to start
             await _each(others, failed, start)
             running, others = self._members, []
         if c.transfer == "tensors":

@@ -24,8 +24,9 @@ from t1jax.types import SamplerError
 ROOT = Path(__file__).parents[2]
 CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    # An idle engine would keep a core busy that the trainer needs.
-    *("--mem-fraction-static", "0.02", "--disable-cuda-graph", "--sleep-on-idle"),
+    # An idle engine would keep a core busy that the trainer needs. A limit, not a size, which max_tokens gives: what
+    # others take while an engine starts counts as its own.
+    *("--mem-fraction-static", "0.3", "--disable-cuda-graph", "--sleep-on-idle"),
     # Qwen3.5's delta nets; harmless for the others.
     *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
 )

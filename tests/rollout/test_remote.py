@@ -35,19 +35,25 @@ def launcher(tmp_path):
         assert process.wait(30) == 0
 
 
-async def status(url: str) -> int:
-    async with aiohttp.ClientSession() as session, session.get(url + "/model_info") as answer:
-        return answer.status
+async def status(method: str, url: str) -> int:
+    async with aiohttp.ClientSession() as session:
+        async with session.request(method, url, json={}) as answer:
+            return answer.status
 
 
 @pytest.mark.engine
 def test_a_fleet_takes_engines_that_run_and_leaves_them_running(launcher, tmp_path):
     _, url = launcher
-    config = dataclasses.replace(FLEET, urls=f"{url}/")
     stream = np.arange(4, 24, dtype=np.int32)
-    for version in (0, 1):  # one fleet after the other
+
+    def never(params, folder):
+        pytest.fail("the engine would have to read a file")
+
+    # One fleet after the other; the second finds what one that was killed has left open.
+    for version, transfer, changes in ((0, "disk", {}), (1, "tensors", {"export": never})):
         params = init_policy(QWEN3, jax.random.key(version + 5))
-        fleet = make_fleet(QWEN3, tmp_path / "fleet", fleet=config)
+        config = dataclasses.replace(FLEET, urls=f"{url}/", transfer=transfer)
+        fleet = make_fleet(QWEN3, tmp_path / "fleet", fleet=config, **changes)
         try:
             fleet.load(params, version)
             reply = asyncio.run(fleet.sample(0, 0, stream, 0, 8))
@@ -56,7 +62,7 @@ def test_a_fleet_takes_engines_that_run_and_leaves_them_running(launcher, tmp_pa
         assert reply.version == version
         ((own, _),) = logp(QWEN3, params, [np.concatenate([stream, reply.ids])], [reply.experts])
         assert np.abs(own[len(stream) :] - reply.logprobs).max() <= 1e-3
-        assert asyncio.run(status(url)) == 200
+        assert asyncio.run(status("POST", f"{url}/begin_weight_update")) == 200
 
 
 def test_an_address_where_nobody_answers_is_named(tmp_path):

@@ -8,26 +8,11 @@ import aiohttp
 import jax
 import numpy as np
 import pytest
-from model_fixtures import CONFIG
+from fleet_fixtures import FLEET, QWEN3
 
-from t1jax.model.config import DELTA_FIELDS
 from t1jax.model.hf import by_path, export_params
 from t1jax.model.lm import init_policy
 from t1jax.rollout import server
-
-QWEN3 = dataclasses.replace(
-    CONFIG,
-    family="qwen3_moe",
-    vocab_size=128,
-    hidden_size=32,
-    num_layers=2,
-    full_attention_interval=1,
-    rotary_fraction=1.0,
-    **dict.fromkeys(DELTA_FIELDS, 0),
-)
-CPU = server.ServerConfig(
-    ".venv-sglang/bin/python", "cpu", "float32", 4, 8192, start_timeout_s=300.0, flags=""
-)
 
 
 @pytest.mark.engine
@@ -52,9 +37,9 @@ def test_the_smallest_width_and_only_the_rows_asked_for(tmp_path, experts, dtype
     async def talk(url: str) -> list[np.ndarray]:
         return [await ask(url, start) for start in (0, 700, 2500)]
 
-    one = server.start(CPU, tmp_path / "model", tmp_path / "log")
+    one = server.start(FLEET.server, tmp_path / "model", tmp_path / "log")
     try:
-        asyncio.run(server.wait_ready(one, CPU.start_timeout_s))
+        asyncio.run(server.wait_ready(one, FLEET.server.start_timeout_s))
         whole, part, last = asyncio.run(talk(one.url))
     finally:
         server.stop(one)
