@@ -3,69 +3,22 @@
 import dataclasses
 import functools
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
-from test_batch import trajectory, turn
+from audit_fixtures import Recorded, copied, finish, start, train
 
-from configs import tiny
-from t1jax import masked
 from t1jax.agent.generate import generate
 from t1jax.audit import Offence, audit_run, check_step
-from t1jax.batch import make_batch
-from t1jax.experiment import read_experiment
-from t1jax.ppo.gae import gae as trainers_gae
-from t1jax.recompute import check_advantages, check_inferred, gae, make_recompute
+from t1jax.recompute import check_inferred
 from t1jax.rollout import store
-from t1jax.run import make_chat
-from t1jax.types import Trajectory, digest
+from t1jax.types import digest
 
-ROOT = Path(__file__).parent.parent
 TEMPLATE = "configs/assets/tiny/chat_template_drops.jinja"
-ENV = os.environ | {
-    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
-    "JAX_PLATFORMS": "cpu",
-}
-SFT_POLICY = {
-    "initial_policy": "configs/assets/tiny/sft",
-    "model.num_layers": 4,
-    "model.hidden_size": 64,
-    "model.num_experts": 8,
-    "train.checkpoint_every": 2,
-    "evaluate.before": False,
-    "evaluate.after": False,
-}
-
-
-def start(module: str, *arguments) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        cwd=ROOT,
-        env=ENV,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def train(workdir: Path, **changes) -> subprocess.Popen:
-    flags = [f"--config.{name}={value}" for name, value in (SFT_POLICY | changes).items()]
-    return start("t1jax.train", "--config=configs/tiny.py:debug", f"--workdir={workdir}", *flags)
-
-
-def finish(process: subprocess.Popen) -> tuple[str, str]:
-    out, err = process.communicate(timeout=500)
-    assert process.returncode == 0, err
-    return out, err
 
 
 @pytest.fixture(scope="module")
@@ -119,40 +72,9 @@ def tokens(killed):
     return killed[0]
 
 
-class Recorded:
-    """A run, open for changes of what was read of it."""
-
-    def __init__(self, run: Path):
-        self.run = run
-        self.experiment = read_experiment(ConfigDict(json.loads((run / "config.json").read_text())))
-        self.chat = make_chat(self.experiment)
-        self.recompute = make_recompute(self.experiment, run)
-
-    def changed(self, step: int, change) -> list[Trajectory]:
-        """The step, with its first trial of several turns changed."""
-        stored = store.read_step(self.run / "trajectories", step)
-        scored = [i for i, t in enumerate(stored) if len(t.turns) > 1 and t.reward is not None]
-        stored[scored[0]] = change(stored[scored[0]])
-        return stored
-
-    def check(self, step: int, trajectories: list[Trajectory]) -> bool:
-        """As audit_run does; whether the weights were there."""
-        check_step(self.experiment, self.chat, step, trajectories)
-        rows = [t for t in trajectories if t.turns and t.reward is not None]
-        again = self.recompute(step, rows)
-        inferred = store.read_advantages(self.run / "advantages", step)
-        check_inferred(self.experiment, rows, inferred, again)
-        return bool(again)
-
-
 @pytest.fixture(scope="module")
 def stitched(run):
     return Recorded(run)
-
-
-def copied(run: Path, tmp_path: Path) -> Path:
-    """A copy whose files may be replaced, not written to."""
-    return shutil.copytree(run, tmp_path / "run", copy_function=os.link)
 
 
 @pytest.mark.slow
@@ -177,7 +99,7 @@ def test_killed_resumed_whitened_discounted_runs_with_trials_given_up_pass(kille
     assert result["steps"] == 4 and result["recomputed"] == 3
     assert result["gap"] == result["gap_strict"] < 1e-4
     result = audit_run(cut)
-    assert 2 <= result["steps"] <= 3 and result["recomputed"] >= 2
+    assert result["steps"] >= 2 <= result["recomputed"]
 
 
 @pytest.mark.slow
@@ -405,55 +327,3 @@ def test_a_chunk_without_the_one_before_it_is_named(stitched):
     other = dataclasses.replace(stored[3], chunk=1, reward=-1.0)
     with pytest.raises(ValueError, match="another outcome than the chunk before it"):
         check([*stored[:4], other, *stored[4:]])
-
-
-def test_advantages_by_hand():
-    """Traps 42: context takes no part. Two sampled tokens, one context between them and a third."""
-    t = trajectory(turn([1], [2, 3], [-1, -1]), turn([4, 5], [6], [-1]), reward=1.0)
-    values = np.array([9, 0.1, 0.2, 9, 9, 0.3])
-    advantages, returns = gae(t, values, 1.0, 0.95)
-    np.testing.assert_allclose(advantages, [0, 0.82675, 0.765, 0, 0, 0.7], atol=1e-9)
-    np.testing.assert_allclose(returns, [0, 0.92675, 0.965, 0, 0, 1.0], atol=1e-9)
-
-
-@pytest.mark.parametrize("whiten", [False, True])
-@pytest.mark.parametrize(
-    ("lengths", "size", "seen"),
-    [
-        ([7, 30, 11], 0.0, 2.0),  # equal advantages: whitening divides mere rounding by 1e-4
-        ([7, 30, 11], 1.0, 0.01),
-        ([80_000], 5.0, 0.01),  # as long as float32 has to add
-    ],
-)
-def test_rounding_passes_and_a_fault_does_not(lengths, size, seen, whiten):
-    """The trainer's own float32, with values of a given size."""
-    ppo = read_experiment(tiny.get_config()).ppo
-    ppo = dataclasses.replace(ppo, lam=0.95, whiten=whiten)
-    rng = np.random.default_rng(0)
-    rows = [
-        trajectory(turn([1], range(2, n), [-1] * (n - 2)), trial=i, reward=0.7)
-        for i, n in enumerate(lengths)
-    ]
-    batch = make_batch(rows, max(lengths), len(rows))
-    values = (size * rng.standard_normal(batch.tokens.shape)).astype(np.float32) * batch.sampled
-    nothing = np.zeros(len(rows), np.float32)
-    advantages, returns = trainers_gae(
-        batch.reward, values, batch.sampled, batch.ended, 1.0, 0.95, nothing
-    )
-    if whiten:
-        advantages = masked.whiten(advantages, batch.sampled)
-
-    def check(change):
-        found = {"values": values, "advantages": np.array(advantages), "returns": returns}
-        found["advantages"][0, 3] += change
-        inferred = {
-            (t.trial, t.chunk): {
-                name: np.asarray(x)[i, : len(t.tokens)] for name, x in found.items()
-            }
-            for i, t in enumerate(rows)
-        }
-        check_advantages(ppo, rows, inferred)
-
-    check(0)
-    with pytest.raises(ValueError, match="trial 0, chunk 0: advantages of token 3"):
-        check(seen)
