@@ -61,9 +61,7 @@ class Speaker:
         if len(ids) < len(self.said[turn]):
             finish = "length"
         rows = experts_of(np.concatenate([tokens, ids]))[experts_start:]
-        return Sampled(
-            ids, logprobs_of(ids), rows, experts_start, finish, 7, 0.0, digest(ids)
-        )
+        return Sampled(ids, logprobs_of(ids), rows, experts_start, finish, 7, 0.0, digest(ids))
 
     async def release(self, trial) -> None:
         pass
