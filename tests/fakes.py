@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from t1jax.agent.chat import Chat
+from t1jax.agent.episode import EpisodeConfig
 from t1jax.agent.families import FAMILIES
 from t1jax.agent.generate import instances, write_task
 from t1jax.agent.task import load_task
@@ -19,6 +20,16 @@ from t1jax.types import Sampled, Task, digest
 
 TOKENIZER = Path(__file__).parent.parent / "configs/assets/tiny/tokenizer.json"
 LAYERS, TOP_K = 3, 2
+EPISODE = EpisodeConfig(
+    protocol="bash",
+    history="tokens",
+    max_turns=8,
+    max_context=4000,
+    max_reply=200,
+    command_timeout_s=5.0,
+    agent_timeout_s=20.0,
+    max_output_bytes=1000,
+)
 
 Reply = str | np.ndarray | BaseException | Callable
 

@@ -14,6 +14,7 @@ import signal
 import numpy as np
 import pytest
 from fakes import (
+    EPISODE,
     SUBMIT,
     TOKENIZER,
     ScriptedSampler,
@@ -27,20 +28,9 @@ from fakes import (
 
 from t1jax.agent.action import SYSTEM
 from t1jax.agent.chat import Chat
-from t1jax.agent.episode import CONFIRM, EpisodeConfig, run_episode
+from t1jax.agent.episode import CONFIRM, run_episode
 from t1jax.sandbox.namespace import NamespaceSandbox
 from t1jax.types import SamplerError
-
-CONFIG = EpisodeConfig(
-    protocol="bash",
-    history="tokens",
-    max_turns=8,
-    max_context=4000,
-    max_reply=200,
-    command_timeout_s=5.0,
-    agent_timeout_s=20.0,
-    max_output_bytes=1000,
-)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +59,7 @@ def play(chat, tasks):
         sampler = ScriptedSampler(chat, {5: bound}, change)
 
         async def main():
-            sandbox = await NamespaceSandbox.start(task, CONFIG.max_output_bytes)
+            sandbox = await NamespaceSandbox.start(task, EPISODE.max_output_bytes)
             box.append(sandbox)
             try:
                 (trajectory,) = await run_episode(
@@ -77,7 +67,7 @@ def play(chat, tasks):
                     sandbox,
                     sampler,
                     chat,
-                    dataclasses.replace(CONFIG, **changes),
+                    dataclasses.replace(EPISODE, **changes),
                     5,
                     0,
                     1.0,
@@ -220,7 +210,7 @@ def test_malformed_replies_are_answered(chat, play):
 def test_nothing_but_malformed_replies_runs_out_of_turns(play):
     trajectory, sampler = play(["hello"] * 20)
     assert trajectory.status == "out_of_turns" and not trajectory.ended
-    assert len(sampler.calls) == len(trajectory.turns) == CONFIG.max_turns
+    assert len(sampler.calls) == len(trajectory.turns) == EPISODE.max_turns
 
 
 def test_submit_is_never_found_in_commands_or_output(play):
@@ -352,7 +342,7 @@ def test_a_bug_is_not_an_infrastructure_failure(chat, tasks):
     async def main():
         sandbox = await NamespaceSandbox.start(tasks[0][0])
         try:
-            await run_episode(tasks[0][0], sandbox, sampler, chat, CONFIG, 5, 0, 1.0)
+            await run_episode(tasks[0][0], sandbox, sampler, chat, EPISODE, 5, 0, 1.0)
         finally:
             await sandbox.close()
 
@@ -403,7 +393,7 @@ def test_a_command_over_its_time_is_said_and_the_episode_goes_on(chat, play):
 def test_long_output_reaches_the_agent_cut(chat, play):
     trajectory, _ = play(replies(["yes maple | head -c 1000000"]))
     (text,) = observed(chat, trajectory)
-    assert len(text) < CONFIG.max_output_bytes + 60 and "999000 bytes omitted" in text
+    assert len(text) < EPISODE.max_output_bytes + 60 and "999000 bytes omitted" in text
 
 
 def test_cancellation_passes_through_and_frees_the_slot(chat, tasks):
@@ -417,7 +407,7 @@ def test_cancellation_passes_through_and_frees_the_slot(chat, tasks):
         sampler = ScriptedSampler(chat, {5: [think]})
         sandbox = await NamespaceSandbox.start(tasks[0][0])
         try:
-            arguments = (sandbox, sampler, chat, CONFIG, 5, 0, 1.0)
+            arguments = (sandbox, sampler, chat, EPISODE, 5, 0, 1.0)
             episode = asyncio.create_task(run_episode(tasks[0][0], *arguments))
             await begun.wait()
             episode.cancel()
@@ -469,4 +459,4 @@ def test_the_output_of_several_lines_is_cut_as_one(chat, play):
         protocol="terminus",
         max_reply=400,
     )
-    assert len(observed(chat, trajectory)[0]) < CONFIG.max_output_bytes + 60
+    assert len(observed(chat, trajectory)[0]) < EPISODE.max_output_bytes + 60

@@ -9,11 +9,11 @@ import itertools
 
 import numpy as np
 import pytest
-from fakes import SUBMIT, TOKENIZER, bash, experts_of, generated, logprobs_of, need_sandbox
+from fakes import EPISODE, SUBMIT, TOKENIZER, bash, experts_of, generated, logprobs_of, need_sandbox
 
 from t1jax.agent.action import SYSTEM
 from t1jax.agent.chat import Chat
-from t1jax.agent.episode import EpisodeConfig, run_episode
+from t1jax.agent.episode import run_episode
 from t1jax.agent.history import Said, retokenize
 from t1jax.agent.stitch import count
 from t1jax.agent.template import conversation
@@ -21,16 +21,7 @@ from t1jax.sandbox.namespace import NamespaceSandbox
 from t1jax.types import Sampled, digest
 
 TEMPLATE = TOKENIZER.parent / "chat_template_drops.jinja"
-CONFIG = EpisodeConfig(
-    protocol="bash",
-    history="stitched",
-    max_turns=8,
-    max_context=2000,
-    max_reply=200,
-    command_timeout_s=5.0,
-    agent_timeout_s=20.0,
-    max_output_bytes=1000,
-)
+CONFIG = dataclasses.replace(EPISODE, history="stitched", max_context=2000)
 
 
 @pytest.fixture(scope="module")
