@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import absl.logging
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -27,6 +28,11 @@ TMP = "tmp-"
 RESTORE = "restore it from where it came, or write it anew"
 CHUNK_BYTES = 2**23
 CONCURRENT_BYTES = 2**26  # under way to the disk at one time
+
+# Orbax's threads log each failed write with tracebacks of their own, before or after it is raised here.
+absl.logging.get_absl_logger().addFilter(
+    lambda record: not (record.exc_info and "/orbax/" in record.pathname)
+)
 
 
 class CheckpointError(RuntimeError):

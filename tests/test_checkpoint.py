@@ -144,9 +144,9 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(tmp_path):
     script = [sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)]
     done = subprocess.run([*command, *script], capture_output=True, text=True)
     assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"told: cannot write checkpoint {tmp_path}/00000")
-    assert "No space left on device" in last
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith(f"told: cannot write checkpoint {tmp_path}/00000")
+    assert "No space left on device" in line
 
 
 def test_weights_round_trip_and_replace(tmp_path):
