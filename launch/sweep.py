@@ -33,8 +33,8 @@ from t1jax.experiment import ConfigError, write_config
 
 ROOT = Path(__file__).parents[1]
 LONGEST_NAME = 255  # bytes, what file systems take
-# How a run is stopped, and the seconds each signal has. An interrupt lets it end its engines, but one that comes
-# while it is importing may be lost.
+# How a run is stopped, and the seconds each signal has. An interrupt lets it end its engines, but may be lost: in
+# a callback, as JAX has one for garbage collection, the exception is ignored.
 STOPS = (
     *((signal.SIGINT, 10.0), (signal.SIGINT, 20.0), (signal.SIGTERM, 5.0)),
     (signal.SIGKILL, None),
