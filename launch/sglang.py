@@ -40,6 +40,8 @@ def main() -> None:
         flags=shlex.join(further),
     )
     servers = []
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sign, interrupt)
     try:
         for i in range(ENGINES.value):
             log = Path(LOGS.value) / f"engine-{i}.log"
@@ -59,8 +61,14 @@ def main() -> None:
                 if one.process.poll() is not None:
                     command.fail(f"an engine ended: {server.tail(one)}")
     finally:
+        for sign in (signal.SIGTERM, signal.SIGINT):  # an impatient second one
+            signal.signal(sign, signal.SIG_IGN)
         for one in servers:
             server.stop(one)
+
+
+def interrupt(*_) -> None:
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -118,6 +118,9 @@ class JaxSampler:
                 self._lock.notify_all()
             raise
 
+    async def admit(self) -> None:
+        """At once: there is a slot for every trial."""
+
     async def release(self, trial: int) -> None:
         """Frees the trial's slot."""
         with self._lock:

@@ -6,6 +6,7 @@ one ConfigError that names it.
 
 import dataclasses
 import json
+import math
 import operator
 import types
 import typing
@@ -22,6 +23,7 @@ from t1jax.model.config import ModelConfig
 from t1jax.ppo.optim import OptimConfig
 from t1jax.ppo.step import PPOConfig
 from t1jax.rollout.fleet import FleetConfig
+from t1jax.rollout.sglang import RESERVED
 from t1jax.types import Sampling
 
 
@@ -112,6 +114,20 @@ POSITIVE = (
     "train.flips_every",
     *("evaluate.attempts", "sft.tasks", "sft.row_length"),
     *("sft.batch", "sft.steps", "sft.learning_rate", "sft.checkpoint_every"),
+    *("actor_optim.clip_norm", "actor_optim.eps", "critic_optim.clip_norm", "critic_optim.eps"),
+)
+NOT_NEGATIVE = (
+    *("seed", "tasks.seed", "ppo.clip_low", "ppo.clip_high", "ppo.value_clip", "sft.copy_steps"),
+    *("actor_optim.lr", "actor_optim.warmup_steps", "actor_optim.weight_decay"),
+    *("critic_optim.lr", "critic_optim.warmup_steps", "critic_optim.weight_decay"),
+)
+SHARES = ("ppo.gamma", "ppo.lam", "rollout.max_infra_share", "sft.oracle_share")
+DECAYS = ("actor_optim.b1", "actor_optim.b2", "critic_optim.b1", "critic_optim.b2")
+RANGES = (
+    (POSITIVE, lambda x: x > 0, "must be positive"),
+    (NOT_NEGATIVE, lambda x: x >= 0, "must not be negative"),
+    (SHARES, lambda x: 0 <= x <= 1, "must lie in 0..1"),
+    (DECAYS, lambda x: 0 <= x < 1, "must be at least 0 and below 1"),
 )
 
 
@@ -139,10 +155,11 @@ class Experiment:
     sft: SFTConfig
 
     def __post_init__(self):
-        for name in POSITIVE:
-            value = operator.attrgetter(name)(self)
-            if not value > 0:
-                raise ConfigError(f"{name} = {value} must be positive")
+        for names, good, message in RANGES:
+            for name in names:
+                value = operator.attrgetter(name)(self)
+                if value is not None and not good(value):
+                    raise ConfigError(f"{name} = {value} {message}")
         for name in ("train.buckets", "engine.prefill_buckets"):
             if not min(operator.attrgetter(name)(self)) > 0:
                 raise ConfigError(f"{name} must hold positive lengths")
@@ -151,8 +168,6 @@ class Experiment:
                 f"model.param_dtype={self.model.param_dtype}: trained weights are float32, in another type "
                 "small updates are lost; model.dtype is the one that computes"
             )
-        if self.seed < 0 or self.tasks.seed < 0:
-            raise ConfigError("seed and tasks.seed must not be negative")
         if self.engine.kind == "jax" and self.rollout.concurrency > self.engine.slots:
             raise ConfigError(
                 f"rollout.concurrency={self.rollout.concurrency} exceeds engine.slots="
@@ -167,13 +182,8 @@ class Experiment:
             raise ConfigError(
                 f"episode.history={self.episode.history} renders a chat_template: name one"
             )
-        fleet = self.fleet
-        noticed = fleet.probe_failures * (fleet.probe_period_s + fleet.probe_timeout_s)
-        if self.engine.kind == "sglang" and not noticed < self.episode.agent_timeout_s:
-            raise ConfigError(
-                f"fleet: its probes notice a hung engine after {noticed:g} s, which must be below "
-                f"episode.agent_timeout_s={self.episode.agent_timeout_s:g}"
-            )
+        if self.engine.kind == "sglang":
+            self._check_fleet()
         if not self.episode.command_timeout_s < self.episode.agent_timeout_s:
             raise ConfigError("episode: command_timeout_s must be below agent_timeout_s")
         if self.rollout.trials % (self.ppo.microbatch * self.mesh.data):
@@ -192,6 +202,25 @@ class Experiment:
             raise ConfigError("train.warmup_steps must lie in 0..train.steps")
         if self.sft.row_length < self.episode.max_context:
             raise ConfigError("sft.row_length must hold episode.max_context tokens")
+
+    def _check_fleet(self) -> None:
+        fleet, server, episode = self.fleet, self.fleet.server, self.episode
+        noticed = fleet.probe_failures * (fleet.probe_period_s + fleet.probe_timeout_s)
+        if not noticed < episode.agent_timeout_s:
+            raise ConfigError(
+                f"fleet: its probes notice a hung engine after {noticed:g} s, which must be below "
+                f"episode.agent_timeout_s={episode.agent_timeout_s:g}"
+            )
+        if self.rollout.concurrency > fleet.count * server.max_running:
+            raise ConfigError(
+                f"rollout.concurrency={self.rollout.concurrency} exceeds fleet.server.max_running="
+                f"{server.max_running} on {fleet.count} engines: trials would wait on their own time"
+            )
+        if not fleet.urls and server.max_tokens < episode.max_context + RESERVED:
+            raise ConfigError(
+                f"fleet.server.max_tokens={server.max_tokens} does not hold one stream of "
+                f"episode.max_context={episode.max_context} tokens and {RESERVED} more"
+            )
 
 
 def read_experiment(config: ConfigDict) -> Experiment:
@@ -250,6 +279,8 @@ def _read(kind: Any, value: Any, place: str) -> Any:
     elif kind is float:
         good = isinstance(value, int | float) and not isinstance(value, bool)
         value = float(value) if good else value
+        if good and not math.isfinite(value):
+            raise ConfigError(f"{place.rstrip('.')} = {value} is not finite")
     else:
         good = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
     return value if good else _refuse(kind, value, place)

@@ -17,6 +17,7 @@ from t1jax.engine import JaxSampler
 from t1jax.experiment import ConfigError, Experiment
 from t1jax.mesh import replicate
 from t1jax.model.hf import by_path, export_params, export_tensors
+from t1jax.model.hf_config import hf_sizes
 from t1jax.model.lm import init_policy, init_value, token_logp
 from t1jax.ppo.optim import make_optimizer
 from t1jax.ppo.step import TrainState, init_state
@@ -88,13 +89,7 @@ def make_fleet(experiment: Experiment, chat: Chat, sampling: Sampling, folder: P
         reply_timeout_s=fleet.reply_timeout_s,
         control_timeout_s=fleet.control_timeout_s,
     )
-    served = EngineModel(
-        vocab_size=model.vocab_size,
-        context=experiment.episode.max_context,
-        layers=model.num_layers,
-        num_experts=model.num_experts,
-        experts_per_token=model.experts_per_token,
-    )
+    served = EngineModel(hf_sizes(model), experiment.episode.max_context)
     score = jax.jit(token_logp, static_argnums=0)
 
     def export(params: dict, out: Path) -> None:

@@ -60,6 +60,9 @@ class ScriptSampler:
     def __init__(self, chat: Chat, scripts: dict[int, Script]):
         self._chat, self._scripts = chat, scripts
 
+    async def admit(self) -> None:
+        pass
+
     async def sample(self, trial, turn, tokens, experts_start, max_new) -> Sampled:
         script = self._scripts[trial]
         text = f"```bash\n{script[turn]}\n```" if turn < len(script) else "```submit\n```"

@@ -265,6 +265,12 @@ class Sampling:
 class Sampler(Protocol):
     """What produces tokens: the embedded engine.JaxSampler or an SGLang client."""
 
+    async def admit(self) -> None:
+        """Returns when one more trial may start. Its own time has not begun then.
+
+        Raises SamplerError when the engine is gone.
+        """
+
     async def sample(
         self,
         trial: int,

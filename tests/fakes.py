@@ -15,6 +15,7 @@ from t1jax.agent.episode import EpisodeConfig
 from t1jax.agent.families import FAMILIES
 from t1jax.agent.generate import instances, write_task
 from t1jax.agent.task import load_task
+from t1jax.rollout.collect import CollectConfig
 from t1jax.sandbox.namespace import SandboxUnavailable, check_available
 from t1jax.types import Sampled, Task, digest
 
@@ -29,6 +30,15 @@ EPISODE = EpisodeConfig(
     command_timeout_s=5.0,
     agent_timeout_s=20.0,
     max_output_bytes=1000,
+)
+COLLECT = CollectConfig(
+    episode=EPISODE,
+    temperature=1.0,
+    reward_kind="dense",
+    reward_scale=20.0,
+    concurrency=4,
+    max_attempts=3,
+    max_infra_share=0.25,
 )
 
 Reply = str | np.ndarray | BaseException | Callable
@@ -63,6 +73,9 @@ class ScriptedSampler:
         self._seen: dict[int, np.ndarray] = {}
         self.calls: list[Call] = []
         self.released: list[int] = []
+
+    async def admit(self) -> None:
+        pass
 
     async def sample(self, trial, turn, tokens, experts_start, max_new) -> Sampled:
         self.calls.append(Call(trial, turn, tokens, experts_start, max_new))

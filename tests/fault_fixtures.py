@@ -10,32 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import TOKENIZER
+from fakes import COLLECT, EPISODE, TOKENIZER
 from fleet_fixtures import FLEET, QWEN3
 
 from t1jax.agent.chat import Chat
-from t1jax.agent.episode import EpisodeConfig
-from t1jax.rollout.collect import CollectConfig, Trial, collect
+from t1jax.rollout.collect import Trial, collect
 from t1jax.sandbox.namespace import NamespaceSandbox
 from t1jax.types import SamplerError
 
 MODEL = dataclasses.replace(QWEN3, vocab_size=512)
-CONFIG = CollectConfig(
-    episode=EpisodeConfig(
-        protocol="bash",
-        history="tokens",
-        max_turns=2,
-        max_context=640,
-        max_reply=256,  # without stop ids each reply is that long: seconds, and the only one
-        command_timeout_s=5.0,
-        agent_timeout_s=60.0,
-        max_output_bytes=1000,
+CONFIG = dataclasses.replace(
+    COLLECT,
+    # Without stop ids each reply is as long as it may be: seconds, and the only one.
+    episode=dataclasses.replace(
+        EPISODE, max_turns=2, max_context=640, max_reply=256, agent_timeout_s=60.0
     ),
-    temperature=1.0,
-    reward_kind="dense",
-    reward_scale=20.0,
     concurrency=8,
-    max_attempts=3,
     max_infra_share=0.0,
 )
 NUMBERS = itertools.count(100)

@@ -16,6 +16,7 @@ from model_fixtures import CONFIG
 
 from t1jax.model.config import DELTA_FIELDS, ModelConfig
 from t1jax.model.hf import by_path, export_params, export_tensors
+from t1jax.model.hf_config import hf_sizes
 from t1jax.model.lm import token_logp
 from t1jax.rollout.fleet import Fleet, FleetConfig
 from t1jax.rollout.server import ServerConfig
@@ -83,13 +84,7 @@ def make_fleet(
     """`changes`: arguments of Fleet."""
     arguments = dict(
         config=fleet,
-        model=EngineModel(
-            config.vocab_size,
-            context,
-            config.num_layers,
-            config.num_experts,
-            config.experts_per_token,
-        ),
+        model=EngineModel(hf_sizes(config), context),
         settings=Settings(stop_ids, fleet.reply_timeout_s, fleet.control_timeout_s),
         sampling=Sampling(1.0, 1.0, 0),
         export=lambda params, out: export_params(by_path(params), config, out),

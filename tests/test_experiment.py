@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 
@@ -49,6 +50,21 @@ def test_every_sweep_point_resolves():
         ("engine.prefill_rows", 0, "engine.prefill_rows = 0 must be positive"),
         ("model.num_experts", 0, "model: num_experts=0 must be at least 1"),
         ("sft.row_length", 64, "sft.row_length must hold"),
+        ("ppo.gamma", 1.5, "ppo.gamma = 1.5 must lie in 0..1"),
+        ("ppo.lam", -0.1, "ppo.lam = -0.1 must lie in 0..1"),
+        ("rollout.max_infra_share", 0.0, "rollout.max_infra_share = 0.0 must be positive"),
+        ("rollout.max_infra_share", 1.1, "rollout.max_infra_share = 1.1 must lie in 0..1"),
+        ("train.parity_band", 0.0, "train.parity_band = 0.0 must be positive"),
+        ("train.parity_band", math.inf, "train.parity_band = inf is not finite"),
+        ("ppo.clip_low", math.nan, "ppo.clip_low = nan is not finite"),
+        ("ppo.clip_low", -0.2, "ppo.clip_low = -0.2 must not be negative"),
+        ("actor_optim.lr", -math.inf, "actor_optim.lr = -inf is not finite"),
+        ("critic_optim.lr", -1e-3, "critic_optim.lr = -0.001 must not be negative"),
+        ("actor_optim.clip_norm", 0, "actor_optim.clip_norm = 0.0 must be positive"),
+        ("critic_optim.b2", 1.0, "critic_optim.b2 = 1.0 must be at least 0 and below 1"),
+        ("model.embed_std", math.nan, "model.embed_std = nan is not finite"),
+        ("rollout.sampling.temperature", math.inf, "rollout.sampling.temperature = inf is not"),
+        ("fleet.server.start_timeout_s", math.inf, "fleet.server.start_timeout_s = inf is not"),
     ],
 )
 def test_a_wrong_value_is_named(key, value, message):
@@ -59,18 +75,39 @@ def test_a_wrong_value_is_named(key, value, message):
         read_experiment(config)
 
 
-def test_probes_must_notice_a_hung_engine_in_time():
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("fleet.probe_period_s", 30.0, "a hung engine after 105 s, which must be below"),
+        ("rollout.concurrency", 65, "exceeds fleet.server.max_running=64 on 1 engines"),
+        ("fleet.server.max_tokens", 197, "does not hold one stream of episode.max_context=192"),
+        ("fleet.server.flags", '"a', """fleet.server: flags='"a': No closing quotation"""),
+        ("fleet.server.flags", "--port=3", "fleet.server: flags='--port=3': --port is set by"),
+        ("fleet.urls", "localhost:3", "fleet: urls: 'localhost:3' is not http://HOST:PORT"),
+        ("fleet.urls", "http://a:1 http://a:1/", "fleet: urls: http://a:1 is there twice"),
+    ],
+)
+def test_a_wrong_value_of_a_fleet_is_named(key, value, message):
     config = tiny.get_config("sampler=sglang")
     read_experiment(config)
-    config.fleet.probe_period_s = 30.0
-    with pytest.raises(ConfigError, match="a hung engine after 105 s, which must be below"):
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(ConfigError, match=message):
         read_experiment(config)
 
 
-def test_slots_are_those_of_the_embedded_sampler():
+def test_a_fleet_has_the_places_of_all_its_engines():
     config = tiny.get_config("sampler=sglang")
-    config.rollout.concurrency = 1000
-    assert read_experiment(config).rollout.concurrency == 1000
+    config.rollout.concurrency = 128
+    config.fleet.urls = "http://a:1 http://[::1]:30000/"
+    assert read_experiment(config).fleet.count == 2
+
+
+@pytest.mark.parametrize("share", [0, 1.0])
+def test_bounds_belong_to_their_range(share):
+    config = tiny.get_config()
+    config.ppo.update(gamma=share, lam=share, clip_low=share, value_clip=None)
+    config.rollout.max_infra_share = 1.0
+    assert read_experiment(config).ppo.gamma == share
 
 
 def test_a_missing_key_is_named():

@@ -1,6 +1,7 @@
 """An SGLang 0.5.23 server; all flags are SGLang's own. Run by t1jax/rollout/server.py.
 
-It ends when the thread that started it does. Routed experts go out in one or two bytes each: see routes.py. With
+It ends when the thread that started it does, from its first moment on: ENGINE_PARENT names that thread's process.
+It says what it serves at /text_config. Routed experts go out in one or two bytes each: see routes.py. With
 "--device cpu" it runs on CPUs without AMX: SGLang's wheel expects CUDA kernels or those of the sgl-kernel wheel
 for AMX, and plain torch is put in their place. The module is imported again in every process that SGLang
 spawns, and patches it, too.
@@ -12,10 +13,15 @@ import signal
 import sys
 import types
 
-import delta_net
-import torch
-
 PR_SET_PDEATHSIG = 1
+if __name__ == "__main__":  # before the imports, which take seconds
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(os.environ["ENGINE_PARENT"]):
+        sys.exit("who started this server has ended")
+
+import delta_net  # noqa: E402
+import torch  # noqa: E402
+
 # Imported by SGLang on every CPU, used for speculative decoding alone.
 UNUSED = (
     *("copy_all_layer_kv_cache_cpu", "assign_req_to_token_pool_cpu", "rotate_input_ids_cpu"),
@@ -80,6 +86,16 @@ def narrow_routes() -> None:
         raise RuntimeError(f"launch/engine/routes.py does not fit this SGLang: {error}") from error
 
 
+def tell_model() -> None:
+    """A client compares the sizes before it sends weights: those of another model would end the server."""
+    from sglang.srt.entrypoints import http_server
+
+    @http_server.app.get("/text_config")
+    async def text_config() -> dict:
+        config = http_server._global_state.tokenizer_manager.model_config.hf_text_config
+        return {k: v for k, v in config.to_dict().items() if isinstance(v, int | float | str)}
+
+
 if "cpu" in sys.argv:
     declare_torchvision_ops()
     install_kernels()
@@ -87,7 +103,7 @@ if "cpu" in sys.argv:
 narrow_routes()
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    tell_model()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

@@ -35,7 +35,13 @@ from t1jax.rollout.sglang import Engine, EngineModel, Settings, read_experts
 from t1jax.types import Sampling
 
 TOKENS, LAYERS, TOP, EXPERTS, TURNS = 32_768, 48, 8, 256, 50
-MODEL = EngineModel(1000, TOKENS + 1, LAYERS, EXPERTS, TOP)
+SIZES = {
+    "vocab_size": 1000,
+    "num_hidden_layers": LAYERS,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP,
+}
+MODEL = EngineModel(SIZES, TOKENS + 1)
 FORMS = {"narrow": np.uint8, "int32": np.int32}
 SERVER_PARTS = ("gather", "pass", "encode", "dump")
 PARTS = (*SERVER_PARTS, "send", "load", "decode", "join")

@@ -19,6 +19,7 @@ import numpy as np
 from t1jax.bench.reference import MODEL, side_by_side
 from t1jax.bench.turns import seconds_of, take_turns
 from t1jax.engine import JaxSampler
+from t1jax.model.hf_config import hf_sizes
 from t1jax.rollout import server
 from t1jax.rollout.sglang import Engine, EngineModel, Settings
 from t1jax.types import SamplerError, Sampling
@@ -102,13 +103,7 @@ def sample(sampler: JaxSampler, streams: int) -> None:
 
 def sample_sglang(url: str, streams: int) -> float:
     """Seconds of the same. Raises SamplerError where a reply is short."""
-    model = EngineModel(
-        MODEL.vocab_size,
-        PROMPT + REPLY,
-        MODEL.num_layers,
-        MODEL.num_experts,
-        MODEL.experts_per_token,
-    )
+    model = EngineModel(hf_sizes(MODEL), PROMPT + REPLY)
 
     async def every() -> float:
         engine = Engine(url, model, Settings((), reply_timeout_s=300.0, control_timeout_s=10.0))

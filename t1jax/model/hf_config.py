@@ -129,7 +129,7 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "max_position_embeddings": 262144,
-        **{name: getattr(c, field) for name, field in SIZES.items()},
+        **hf_sizes(c),
     }
     if c.family == "qwen3_moe":
         return text | {
@@ -150,9 +150,14 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
             "partial_rotary_factor": c.rotary_fraction,
             "full_attention_interval": c.full_attention_interval,  # engines read it, transformers drops it
             "layer_types": kinds * c.num_blocks,
-            **{name: getattr(c, field) for name, field in DELTA_SIZES.items()},
         }
     )
+
+
+def hf_sizes(config: ModelConfig) -> dict[str, int | float]:
+    """What a config.json states of the model's sizes, by name."""
+    delta = DELTA_SIZES if config.family == "qwen3_5_moe" else {}
+    return {name: getattr(config, field) for name, field in (SIZES | delta).items()}
 
 
 def _refuse_unknown(config: dict[str, Any]) -> None:

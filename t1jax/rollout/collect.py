@@ -10,7 +10,7 @@ import numpy as np
 from t1jax.agent.chat import Chat
 from t1jax.agent.episode import EpisodeConfig, run_episode
 from t1jax.agent.verify import reward, verify
-from t1jax.types import Sampler, Sandbox, SandboxError, Task, Trajectory
+from t1jax.types import Sampler, SamplerError, Sandbox, SandboxError, Task, Trajectory
 
 MakeSandbox = Callable[[Task, int], Awaitable[Sandbox]]  # the int: bytes kept of a command's output
 
@@ -97,8 +97,9 @@ async def run_trial(
     """
     arguments = (trial.number, attempt, config.temperature)
     try:
+        await sampler.admit()
         sandbox = await make_sandbox(trial.task, config.episode.max_output_bytes)
-    except SandboxError as error:
+    except (SamplerError, SandboxError) as error:
         return [_without_start(trial.task, *arguments, str(error))]
     try:
         chunks = await run_episode(trial.task, sandbox, sampler, chat, config.episode, *arguments)

@@ -1,8 +1,9 @@
 """Several SGLang engines as one sampler: placement, health, restarts, one version of weights.
 
 A trial stays with one engine, whose prefix cache serves its next turn; a new trial goes to the engine with the
-fewest, but never to one that fails while another does not: who fails at once would always have the fewest. The fleet talks to the engines directly: the public router drops routed experts without a word and
-answers 404 to every call that concerns weights.
+fewest, but never to one that fails while another does not: who fails at once would always have the fewest. The
+fleet talks to the engines directly: the public router drops routed experts without a word and answers 404 to every
+call that concerns weights.
 
 `load` is the only barrier, and no request spans it: dead engines are restarted, every engine gets the weights,
 reports their version and repeats the trainer's log-probs of a probe, or the whole load fails and the fleet
@@ -15,6 +16,7 @@ The fleet lives on a thread with an event loop of its own, as collectors come an
 import asyncio
 import concurrent.futures
 import dataclasses
+import re
 import shutil
 import tempfile
 import threading
@@ -35,6 +37,7 @@ Export = Callable[[Any, Path], None]  # writes params as a Hugging Face folder
 Tensors = Callable[[Any], Iterable[Tensor]]  # what that folder would hold, float32 or bfloat16
 Probe = Callable[[Any, np.ndarray], np.ndarray]  # log-probs f32[N-1] of tokens 1.. at temperature 1
 PROBE_TOKENS = 32
+URL = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}")
 CLOSED = "the fleet is closed"
 
 
@@ -45,7 +48,7 @@ class FleetConfig:
     transfer: "disk" writes a folder that every engine reads (on other machines under the same path); "tensors"
     sends them to running engines, and writes the folder only for engines that must be started here.
 
-    Raises ValueError for a number that is not positive.
+    Raises ValueError for a number that is not positive, and for urls that are none, or there twice.
     """
 
     server: ServerConfig
@@ -71,6 +74,17 @@ class FleetConfig:
         ):
             if not (value := getattr(self, name)) > 0:
                 raise ValueError(f"{name}={value} must be positive")
+        urls = [url.rstrip("/") for url in self.urls.split()]
+        for url in urls:
+            if not URL.fullmatch(url):
+                raise ValueError(f"urls: {url!r} is not http://HOST:PORT")
+            if urls.count(url) > 1:
+                raise ValueError(f"urls: {url} is there twice")
+
+    @property
+    def count(self) -> int:
+        """Engines."""
+        return len(self.urls.split()) or self.engines
 
 
 class Fleet:
@@ -88,7 +102,7 @@ class Fleet:
         folder: Path,
     ):
         """folder: for weights on their way and for logs; a tmpfs is fastest. Raises SamplerError where it
-        cannot be written to, or where a server would hold less than one whole stream."""
+        cannot be written to."""
         self._config, self._model, self._settings = config, model, settings
         self._export, self._tensors, self._probe = export, tensors, probe
         self._folder = Path(folder)
@@ -99,11 +113,6 @@ class Fleet:
             raise SamplerError(
                 f"the engines' folder {folder} cannot be written to: {error.strerror}"
             ) from None
-        if not config.urls.split() and config.server.max_tokens < model.context:
-            raise SamplerError(
-                f"fleet.server.max_tokens={config.server.max_tokens} does not hold one stream of "
-                f"{model.context} tokens"
-            )
         self.version = -1
         self.sampling = sampling
         self.rewritten = 0  # ids of earlier turns that a caller's stream did not repeat
@@ -120,6 +129,10 @@ class Fleet:
         self._thread = threading.Thread(target=self._serve, name="fleet", daemon=True)
         self._thread.start()
         self._watch = self._submit(self._watch_health())
+
+    async def admit(self) -> None:
+        """See types.Sampler: `starts_per_s` trials a second, `burst` at once."""
+        await asyncio.wrap_future(self._submit(self._admission.take()))
 
     async def sample(
         self, trial: int, turn: int, tokens: np.ndarray, experts_start: int, max_new: int
@@ -140,12 +153,9 @@ class Fleet:
 
     def load(self, params: Any, version: int) -> None:
         """Publishes weights to every engine; see the top. Raises SamplerError where one does not follow."""
-        try:
-            if self._watch.done():
-                self._watch.result()  # it ends with the fleet, or by a fault of its own
-            self._submit(self._load(params, version)).result()
-        except concurrent.futures.CancelledError:
-            raise SamplerError(CLOSED) from None
+        if self._watch.done():
+            self._watch.result()  # it ends with the fleet, or by a fault of its own
+        self._submit(self._load(params, version)).result()
 
     def warm_up(self) -> None:
         """Nothing to compile: engines are warm once they are ready."""
@@ -178,7 +188,17 @@ class Fleet:
         if self._closed:
             work.close()
             raise SamplerError(CLOSED)
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(self._until_closed(work), self._loop)
+
+    async def _until_closed(self, work: Coroutine) -> Any:
+        """`work`, or SamplerError where the fleet ends first. An error that nobody waits for is not told."""
+        asyncio.current_task().add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._closed:
+                raise SamplerError(CLOSED) from None
+            raise
 
     async def _sample(self, trial, tokens, experts_start, max_new) -> Sampled:
         request = asyncio.current_task()
@@ -187,8 +207,6 @@ class Fleet:
             return await self._ask(trial, tokens, experts_start, max_new)
         except asyncio.CancelledError:
             self._forget(trial)  # its release may have come before it was placed
-            if self._closed:
-                raise SamplerError(CLOSED) from None
             raise
         finally:
             self._requests.discard(request)
@@ -196,8 +214,6 @@ class Fleet:
     async def _ask(self, trial, tokens, experts_start, max_new) -> Sampled:
         if self.version < 0:
             raise SamplerError("the fleet has no weights: a load is missing or has failed")
-        if trial not in self._home:
-            await self._admission.take()
         member = self._home.get(trial) or self._place(trial)
         if member.check():
             try:

@@ -45,6 +45,7 @@ class Member:
         if self.url:
             await self.engine.abandon_update()
         await server.wait_ready(self.server, config.start_timeout_s)
+        await self.engine.inspect()
 
     async def settles(self, timeout_s: float) -> bool:
         """Whether it is alive, its server ends all requests in time, and generates, if it has failed to."""

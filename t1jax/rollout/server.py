@@ -38,6 +38,12 @@ TAIL_BYTES = 100_000
 # Huge pages: a long reply passes through several fresh buffers of up to 17 MB, whose page faults cost more than
 # what is done in them.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# Set by `start`, from the other fields of ServerConfig and its arguments.
+OWN_FLAGS = {
+    *("--model-path", "--model", "--dtype", "--device", "--host", "--port"),
+    *("--max-running-requests", "--max-total-tokens", "--skip-tokenizer-init"),
+    *("--enable-return-routed-experts", "--base-gpu-id"),
+}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
@@ -45,7 +51,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 class ServerConfig:
     """What a server serves. `flags`: more of SGLang's own, as in a shell.
 
-    Raises ValueError for a number that is not positive.
+    Raises ValueError for a number that is not positive, and for flags that cannot be.
     """
 
     python: str  # that has SGLang; relative to the project's root
@@ -60,6 +66,12 @@ class ServerConfig:
         for name in ("max_running", "max_tokens", "start_timeout_s"):
             if not (value := getattr(self, name)) > 0:
                 raise ValueError(f"{name}={value} must be positive")
+        try:
+            names = {flag.partition("=")[0] for flag in shlex.split(self.flags)}
+        except ValueError as error:
+            raise ValueError(f"flags={self.flags!r}: {error}") from None
+        if own := names & OWN_FLAGS:
+            raise ValueError(f"flags={self.flags!r}: {min(own)} is set by t1jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +95,16 @@ def start(
     """Starts a server of the Hugging Face checkpoint `model`; see `wait_ready`.
 
     index: which of the machine's GPUs it uses. threads: of a server on the CPU; those of a tiny model wait for
-    each other. Raises SamplerError where SGLang is not installed.
+    each other. Raises SamplerError where SGLang is not installed, or nobody can listen at `host`.
     """
-    python, port = ROOT / Path(config.python).expanduser(), free_port()
-    if not python.exists():
+    python = ROOT / Path(config.python).expanduser()
+    try:
+        port = free_port(host)
+    except OSError as error:
+        raise SamplerError(f"no server can listen at {host}: {error.strerror}") from None
+    if not (python.is_file() and os.access(python, os.X_OK)):
         raise SamplerError(
-            f"{python} is missing: run bash launch/setup.sh --sglang (for a CPU), or name a Python that has "
+            f"{python} is no program: run bash launch/setup.sh --sglang (for a CPU), or name a Python that has "
             "SGLang (fleet.server.python)"
         )
     if config.device == "cpu":
@@ -102,12 +118,13 @@ def start(
         *("--max-running-requests", config.max_running, "--max-total-tokens", config.max_tokens),
         *("--enable-return-routed-experts", "--skip-tokenizer-init", *shlex.split(config.flags)),
     )
+    parent = {"ENGINE_PARENT": str(os.getpid())}
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         begin = output.tell()
         process = subprocess.Popen(
             [str(x) for x in arguments],
-            env={**HUGE_PAGES, **os.environ, **OFFLINE, **environment},
+            env={**HUGE_PAGES, **os.environ, **OFFLINE, **environment, **parent},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -174,9 +191,10 @@ def tail(server: Server) -> str:
     return f"{errors[-1]} ({server.log})" if errors else f"see {server.log}"
 
 
-def free_port() -> int:
+def free_port(host: str) -> int:
+    """Raises OSError for an address that is not this machine's."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return probe.getsockname()[1]
 
 

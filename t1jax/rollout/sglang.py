@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 import aiohttp
@@ -24,18 +25,33 @@ import pybase64
 from t1jax.types import Sampled, SamplerError, Sampling, digest
 
 WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.int32}  # bytes an expert's number
+RESERVED = 6  # tokens that a server keeps of what it holds, for each request
 ROUNDING = 1e-3  # nats above 0 that a log-prob may be rounded to
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineModel:
-    """What a client must know of the served model."""
+    """What a client must know of the served model: its `sizes` by the names of a Hugging Face config.json."""
 
-    vocab_size: int
+    sizes: Mapping[str, int | float]
     context: int  # tokens of a whole stream
-    layers: int  # all of them with experts
-    num_experts: int
-    experts_per_token: int
+
+    @property
+    def vocab_size(self) -> int:
+        return self.sizes["vocab_size"]
+
+    @property
+    def layers(self) -> int:
+        """All of them have experts."""
+        return self.sizes["num_hidden_layers"]
+
+    @property
+    def num_experts(self) -> int:
+        return self.sizes["num_experts"]
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.sizes["num_experts_per_tok"]
 
     @property
     def expert_type(self) -> type:
@@ -98,7 +114,34 @@ class Engine:
         except BaseException:
             await self._abort(request)
             raise
-        return self._read(reply, len(tokens), experts_start, version, time.monotonic() - started)
+        return self._read(
+            reply, tokens, experts_start, max_new, version, time.monotonic() - started
+        )
+
+    async def inspect(self) -> None:
+        """Raises SamplerError where the server holds less than a stream, or another model.
+
+        A server that launch/engine/server.py did not start does not tell its sizes; they are not compared then.
+        `ranks` tells afterwards how many processes of the server read weights.
+        """
+        info = await self._call("/server_info", None, self._settings.control_timeout_s)
+        try:
+            self.ranks, held = int(info["tp_size"]), int(info["max_req_input_len"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise SamplerError(f"{self.url}/server_info cannot be read: {error!r}") from None
+        if held < self._model.context:
+            raise SamplerError(
+                f"{self.url} holds streams of {held} tokens, not of {self._model.context}: start it with more "
+                f"max_tokens, {self._model.context + RESERVED} at least"
+            )
+        served = {}
+        with contextlib.suppress(SamplerError):
+            served = await self._call("/text_config", None, self._settings.control_timeout_s)
+        for name, size in self._model.sizes.items():
+            if served.get(name, size) != size:
+                raise SamplerError(
+                    f"{self.url} serves another model: its {name} is {served[name]}, the policy's {size}"
+                )
 
     async def version(self) -> str:
         """The version of the weights, as the server states it."""
@@ -123,15 +166,7 @@ class Engine:
         await self._check_version(version)
 
     async def begin_update(self, timeout_s: float) -> None:
-        """Opens a change of weights by `update`; until `end_update` the server must not be asked for tokens.
-
-        `ranks` tells then how many processes of the server read a whole payload each.
-        """
-        info = await self._call("/server_info", None, self._settings.control_timeout_s)
-        try:
-            self.ranks = int(info["tp_size"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise SamplerError(f"{self.url}/server_info: no tp_size ({error!r})") from None
+        """Opens a change of weights by `update`; until `end_update` the server must not be asked for tokens."""
         await self._control("/begin_weight_update", {}, timeout_s)
 
     async def update(self, body: bytes, timeout_s: float) -> None:
@@ -207,8 +242,11 @@ class Engine:
             found = {}
         return found if isinstance(found, dict) else {}
 
-    def _read(self, reply: dict, prompt: int, start: int, version: int, seconds: float) -> Sampled:
+    def _read(
+        self, reply: dict, tokens, start: int, max_new: int, version: int, seconds
+    ) -> Sampled:
         """Checks a reply of /generate against what was asked."""
+        prompt = len(tokens)
         try:
             meta = reply["meta_info"]
             ids = np.array(reply["output_ids"], np.int64)
@@ -234,6 +272,8 @@ class Engine:
             raise SamplerError(f"{self.url}: a log-prob of {wrong[0]}")
         if finish not in ("stop", "length", "abort"):
             raise SamplerError(f"{self.url}: unknown finish reason {finish!r}")
+        if len(ids) > max_new or (finish == "length" and len(ids) < max_new):
+            raise SamplerError(f"{self.url}: {len(ids)} ids of {max_new}, finished by {finish!r}")
         if finish == "abort" and text is None:
             raise SamplerError(f"{self.url}: the server stopped the request before it was read")
         ids = ids.astype(np.int32)

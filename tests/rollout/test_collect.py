@@ -7,33 +7,22 @@ import signal
 
 import numpy as np
 import pytest
-from fakes import SUBMIT, TOKENIZER, ScriptedSampler, bash, generated, need_sandbox, replies
+from fakes import (
+    COLLECT,
+    SUBMIT,
+    TOKENIZER,
+    ScriptedSampler,
+    bash,
+    generated,
+    need_sandbox,
+    replies,
+)
 
 from t1jax.agent.chat import Chat
-from t1jax.agent.episode import EpisodeConfig
 from t1jax.agent.task import load_task
-from t1jax.rollout.collect import CollectConfig, CollectError, Trial, collect
+from t1jax.rollout.collect import CollectError, Trial, collect
 from t1jax.sandbox.namespace import NamespaceSandbox
 from t1jax.types import SamplerError, SandboxError
-
-CONFIG = CollectConfig(
-    episode=EpisodeConfig(
-        protocol="bash",
-        history="tokens",
-        max_turns=8,
-        max_context=2000,
-        max_reply=100,
-        command_timeout_s=5.0,
-        agent_timeout_s=20.0,
-        max_output_bytes=1000,
-    ),
-    temperature=1.0,
-    reward_kind="dense",
-    reward_scale=20.0,
-    concurrency=4,
-    max_attempts=3,
-    max_infra_share=0.25,
-)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +63,7 @@ def alive(sandbox: NamespaceSandbox) -> bool:
 
 def gather(tasks, sampler, chat, make=None, **changes):
     make = make or Sandboxes()
-    config = dataclasses.replace(CONFIG, **changes)
+    config = dataclasses.replace(COLLECT, **changes)
     trials = [Trial(task, 100 + i) for i, task in enumerate(tasks)]
     try:
         return asyncio.run(collect(trials, make, sampler, chat, config))
@@ -91,14 +80,14 @@ def test_all_families_in_order_with_their_rewards(chat, solved):
     sampler, make = ScriptedSampler(chat, scripts(solved)), Sandboxes()
     trials = [Trial(task, 100 + i) for i, (task, _) in enumerate(solved)]
     seen = []
-    done = asyncio.run(collect(trials, make, sampler, chat, CONFIG, seen.append))
+    done = asyncio.run(collect(trials, make, sampler, chat, COLLECT, seen.append))
     assert [t.trial for t in done] == [t.number for t in trials]
     assert sorted(chunks[0].trial for chunks in seen) == [t.number for t in trials]
     for trajectory in done:
         trajectory.check()
         assert trajectory.status == "submitted" and trajectory.resolved
         assert trajectory.reward == len(trajectory.verdict.assertions) / 20 > 0
-    assert make.most <= CONFIG.concurrency
+    assert make.most <= COLLECT.concurrency
     assert not any(map(alive, make.started))
     assert sorted(sampler.released) == [t.trial for t in done]
 
@@ -157,9 +146,31 @@ def test_a_trial_that_always_fails_is_given_up_and_the_others_stay(chat, solved)
     script = scripts(solved) | {101: [SamplerError("engine gone")]}
     done = gather(tasks, ScriptedSampler(chat, script), chat, max_infra_share=0.25)
     assert [t.reward is None for t in done] == [False, True, False, False]
-    assert done[1].attempt == CONFIG.max_attempts - 1 and "engine gone" in done[1].cause
+    assert done[1].attempt == COLLECT.max_attempts - 1 and "engine gone" in done[1].cause
     with pytest.raises(CollectError, match=r"1 of 4 trials .* in 3 attempts, .* 101 .*engine gone"):
         gather(tasks, ScriptedSampler(chat, script), chat, max_infra_share=0.1)
+
+
+def test_waiting_for_admission_is_not_the_agents_time(chat, solved):
+    class Slow(ScriptedSampler):
+        async def admit(self):
+            await asyncio.sleep(1.5)
+
+    task, solution = solved[0]
+    limits = dataclasses.replace(COLLECT.episode, agent_timeout_s=1.0)
+    sampler = Slow(chat, {100: replies(solution)})
+    (trajectory,) = gather([task], sampler, chat, episode=limits)
+    assert trajectory.status == "submitted" and trajectory.resolved
+
+
+def test_a_trial_that_is_not_admitted_has_no_sandbox(chat, solved):
+    class Gone(ScriptedSampler):
+        async def admit(self):
+            raise SamplerError("the fleet is closed")
+
+    sandboxes = Sandboxes()
+    (t,) = gather([solved[0][0]], Gone(chat, {}), chat, sandboxes, max_infra_share=1.0)
+    assert (t.status, t.cause, sandboxes.started) == ("infra", "the fleet is closed", [])
 
 
 def test_too_many_failures_stop_the_step(chat, solved):
@@ -197,7 +208,7 @@ def test_cancellation_leaves_nothing(chat, solved):
     async def main():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0):
-                await collect(trials, make, sampler, chat, CONFIG)
+                await collect(trials, make, sampler, chat, COLLECT)
 
     asyncio.run(main())
     assert make.started and not any(map(alive, make.started))
@@ -216,7 +227,7 @@ def test_cancellation_leaves_nothing(chat, solved):
 def test_a_limit_is_verified_like_an_end(chat, solved, script, limits, status):
     """Traps 16, 110: the verdict comes from what the sandbox holds, and the trial is not refilled."""
     task = solved[3][0]
-    changed = dataclasses.replace(CONFIG.episode, **limits)
+    changed = dataclasses.replace(COLLECT.episode, **limits)
     sampler = ScriptedSampler(chat, {100: [bash(c) for c in script]})
     (trajectory,) = gather([task], sampler, chat, episode=changed)
     assert trajectory.status == status and trajectory.attempt == 0
@@ -229,7 +240,7 @@ def test_work_done_before_a_limit_counts(chat, solved):
     """Trap 110: the whole solution, but no time to say so."""
     task, solution = solved[0]
     script = [*map(bash, solution), bash("sleep 30")]
-    limits = dataclasses.replace(CONFIG.episode, agent_timeout_s=1.5)
+    limits = dataclasses.replace(COLLECT.episode, agent_timeout_s=1.5)
     (trajectory,) = gather([task], ScriptedSampler(chat, {100: script}), chat, episode=limits)
     assert trajectory.status == "timeout" and trajectory.resolved and not trajectory.ended
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import math
 import os
 import subprocess
@@ -160,14 +161,6 @@ def test_a_number_that_is_not_positive_is_named(part, name, value):
         dataclasses.replace(part, **{name: value})
 
 
-def test_a_server_that_does_not_hold_one_stream_is_refused(tmp_path):
-    small = dataclasses.replace(FLEET, server=dataclasses.replace(FLEET.server, max_tokens=127))
-    with pytest.raises(SamplerError, match=r"max_tokens=127 does not hold one stream of 128"):
-        make_fleet(QWEN3, tmp_path, fleet=small)
-    running = dataclasses.replace(small, urls="http://127.0.0.1:9")  # they hold what they hold
-    make_fleet(QWEN3, tmp_path, fleet=running).close()
-
-
 @pytest.mark.parametrize("config", [QWEN3, QWEN3_5], ids=["qwen3", "qwen3_5"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_tensors_are_those_of_the_files(config, dtype, tmp_path):
@@ -211,3 +204,24 @@ def test_admission_is_limited():
     assert bucket.wait() == 0
     asyncio.run(take(3))  # no more than a burst is saved up
     assert bucket.wait() == 0.5
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_fleet_that_closes_tells_who_waits_and_nobody_else(tmp_path, caplog):
+    slow = dataclasses.replace(FLEET, starts_per_s=0.01, burst=1)
+    fleet = make_fleet(QWEN3, tmp_path, fleet=slow)
+
+    async def wait():
+        await fleet.admit()
+        admission = asyncio.create_task(fleet.admit())
+        left = asyncio.create_task(fleet.sample(1, 0, np.arange(4, dtype=np.int32), 0, 4))
+        await asyncio.sleep(0.1)
+        left.cancel()
+        assert not admission.done()
+        await asyncio.to_thread(fleet.close)
+        with pytest.raises(SamplerError, match="the fleet is closed"):
+            await admission
+
+    asyncio.run(wait())
+    gc.collect()
+    assert not caplog.records

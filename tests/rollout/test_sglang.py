@@ -18,7 +18,8 @@ from t1jax.rollout.sglang import (
 )
 from t1jax.types import SamplerError, Sampling
 
-MODEL = EngineModel(vocab_size=50, context=32, layers=2, num_experts=8, experts_per_token=2)
+SIZES = {"vocab_size": 50, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
+MODEL = EngineModel(SIZES, context=32)
 SAMPLING = Sampling(1.0, 1.0, 0)
 SETTINGS = Settings((3,), reply_timeout_s=5.0, control_timeout_s=1.0)
 
@@ -65,7 +66,7 @@ def test_a_width_that_is_known_leaves_one_reading():
 
 
 def test_more_than_256_experts_take_two_bytes():
-    model = dataclasses.replace(MODEL, num_experts=300)
+    model = dataclasses.replace(MODEL, sizes=SIZES | {"num_experts": 300})
     found, _, _ = read_experts(packed(7, value=299), 10, 3, model, (4,))
     assert found.dtype == np.uint16 and found.max() == 299
 
@@ -193,6 +194,8 @@ def test_what_is_asked_and_what_comes_back():
             reply(without="prompt_tokens"),
             r"a reply that cannot be read: KeyError\('prompt_tokens'\)",
         ),
+        # Too small a server cuts replies, which would be learnt as their end.
+        (reply(finish_reason={"type": "length"}), "3 ids of 8, finished by 'length'"),
         (reply(finish_reason=None), "a reply that cannot be read: TypeError"),
         (reply(weight_versions=[2]), "a reply that cannot be read: TypeError"),
         ({}, r"a reply that cannot be read: KeyError\('meta_info'\)"),
@@ -242,10 +245,35 @@ def test_a_log_prob_rounded_above_zero_is_zero():
     assert ask(says(sampled(8, 1e-6)))[0].logprobs.tolist() == [-0.5, 0.0, -0.25]
 
 
-@pytest.mark.parametrize("info", [{}, {"tp_size": None}, []])
-def test_a_server_that_does_not_tell_its_ranks_is_named(info):
-    with pytest.raises(SamplerError, match="/server_info: no tp_size"):
-        talk({"/server_info": says(info)}, lambda engine: engine.begin_update(5.0))
+INFO = {"tp_size": 2, "max_req_input_len": 32}
+
+
+@pytest.mark.parametrize(
+    ("info", "sizes", "message"),
+    [
+        ({}, SIZES, "/server_info cannot be read: KeyError"),
+        (INFO | {"tp_size": None}, SIZES, "/server_info cannot be read: TypeError"),
+        ([], SIZES, "/server_info cannot be read: KeyError"),
+        (
+            INFO | {"max_req_input_len": 31},
+            SIZES,
+            "streams of 31 tokens, not of 32: .* 38 at least",
+        ),
+        (INFO, SIZES | {"num_experts": 4}, "another model: its num_experts is 4, the policy's 8"),
+    ],
+)
+def test_a_server_that_does_not_suit_is_named(info, sizes, message):
+    handlers = {"/server_info": says(info), "/text_config": says(sizes)}
+    with pytest.raises(SamplerError, match=message):
+        talk(handlers, lambda engine: engine.inspect())
+
+
+def test_a_server_need_not_tell_its_sizes():
+    async def ranks(engine):
+        await engine.inspect()
+        return engine.ranks
+
+    assert talk({"/server_info": says(INFO)}, ranks) == 2
 
 
 def test_weights_have_a_deadline_of_their_own(tmp_path):
@@ -266,12 +294,13 @@ def test_each_rank_of_a_server_is_sent_the_tensors():
         return web.json_response({"success": True})
 
     handlers = {
-        "/server_info": says({"tp_size": 2}),
+        "/server_info": says(INFO),
         "/begin_weight_update": says({"success": True}),
         "/update_weights_from_tensor": handler,
     }
 
     async def send(engine):
+        await engine.inspect()
         await engine.begin_update(5.0)
         await engine.update(update_body("tensors", engine.ranks, 3), 5.0)
 
