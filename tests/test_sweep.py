@@ -154,8 +154,9 @@ def sweeping(tmp_path):
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         until(lambda: len(processes(word)) == 2)
         yield process, word
-        if process.poll() is None:
-            process.kill()
+        process.kill()
+        for pid in processes(word):  # none, unless the test fails
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
