@@ -6,11 +6,12 @@ begin with p_i || a_i, the text was changed or encoded another way. The first ca
     strict       p_i || a_i is a prefix of p_{i+1}: the rest is appended
     normalized   p_i without its last s ids, then a_i without its last u, are a prefix of p_{i+1}
                  (a template that drops the prompt of a reply, say): what follows that prefix is appended
-    retokenized  the text of a_i stands in p_{i+1}, at the edges of tokens, as other ids: what follows it is
-                 appended, and the other ids never enter the stream
+    retokenized  the same by text, s in characters and u = 0, with a_i between edges of tokens: what follows
+                 it is appended, and the other ids never enter the stream
     split        none of them: p_{i+1} opens a new chunk of the same trial
 
-In every case the stream keeps p_i || a_i as the sampler had them, so a sampled id is never one that was encoded
+Only the turn's own context may be dropped, which is what p_i appended to the stream: all before it, earlier
+replies too, must be repeated, or the stream would say what the sampler no longer read. In every case the stream keeps p_i || a_i as the sampler had them, so a sampled id is never one that was encoded
 again. `boundary` is the rule for one turn, `Stitcher` the streams of a trial, `count` what came of it.
 """
 
@@ -38,26 +39,34 @@ class Boundary(NamedTuple):
     drop: tuple[int, int] = (0, 0)
 
 
-def boundary(prompt: np.ndarray, reply: np.ndarray, after: np.ndarray, pieces: Pieces) -> Boundary:
-    """Which case joins the prompt `after` to the turn before it; ids i32[*]."""
-    drop = _drop(prompt, reply, after)
+def boundary(
+    prompt: np.ndarray, reply: np.ndarray, after: np.ndarray, pieces: Pieces, begin: int = 0
+) -> Boundary:
+    """Which case joins the prompt `after` to the turn before it; ids i32[*].
+
+    begin: where in `prompt` the turn's own context begins.
+    """
+    drop = _drop(prompt, reply, after, begin)
     if drop == (0, 0):
         return Boundary("strict", len(prompt) + len(reply))
     found = None
     if drop is None or drop[1]:
-        found = find_text(prompt, reply, after, pieces)
-    if drop is not None:
-        kept = len(prompt) + len(reply) - sum(drop)
-        # Where the dropped end came back as other ids, it must not be read twice.
-        return Boundary("normalized", found[1] if found else kept, drop)
-    return Boundary("retokenized", found[1]) if found else Boundary("split", 0)
+        found = find_text(prompt, reply, after, pieces, begin)
+    if drop is None and found is None:
+        return Boundary("split", 0)
+    # Where the dropped end came back as other ids, it must not be read twice.
+    resume = found[1] if found else len(prompt) + len(reply) - sum(drop)
+    if resume == len(after):
+        # The reply's last id, which was never read as it is, would predict a sampled one.
+        return Boundary("split", 0)
+    return Boundary("normalized", resume, drop) if drop else Boundary("retokenized", resume)
 
 
-def _drop(prompt: np.ndarray, reply: np.ndarray, after: np.ndarray) -> tuple[int, int] | None:
+def _drop(prompt, reply, after, begin: int) -> tuple[int, int] | None:
     """(s, u) of the least s + u, and of those the least u, for which the rest is a prefix of `after`."""
     shared = _shared(prompt, after)
     best = None
-    for s in range(len(prompt) - shared, min(MAX_PROMPT_DROP, len(prompt)) + 1):
+    for s in range(len(prompt) - shared, min(MAX_PROMPT_DROP, len(prompt) - begin) + 1):
         if best is not None and s > sum(best):
             break
         u = len(reply) - _shared(reply, after[len(prompt) - s :])
@@ -72,23 +81,26 @@ def _shared(a: np.ndarray, b: np.ndarray) -> int:
     return int(np.argmin(np.append(a[:n] == b[:n], False)))
 
 
-def find_text(prompt, reply, after, pieces: Pieces) -> tuple[int, int] | None:
-    """[begin, end) of the ids in `after` that spell `reply`, if they do so between edges of tokens.
+def find_text(
+    prompt: np.ndarray, reply: np.ndarray, after: np.ndarray, pieces: Pieces, begin: int = 0
+) -> tuple[int, int] | None:
+    """[first, last) of the ids in `after` that spell `reply`, if they do so between edges of tokens.
 
-    It is looked for behind what `after` has in common with `prompt`, as the same words may have been said
-    before.
+    It must stand where a reply to `prompt` does: the text before it is that of the prompt, of which only an
+    end behind id `begin` may be missing, and as little as can be. The same words may have been said before,
+    and may be repeated later.
     """
-    text = "".join(pieces(reply))
-    if not text:
+    words = "".join(pieces(reply))
+    if not words:
         return None
-    same = _shared(prompt, after)
-    rest = pieces(after[same:])
-    edges = text_edges(rest)
-    whole, at = "".join(rest), -1
-    while (at := whole.find(text, at + 1)) >= 0:
-        begin, end = np.flatnonzero(edges == at), np.flatnonzero(edges == at + len(text))
-        if len(begin) and len(end):
-            return same + int(begin[0]), same + int(end[-1])
+    same = min(_shared(prompt, after), begin)  # need not be spelt
+    before, rest = "".join(pieces(prompt[same:])), pieces(after[same:])
+    text, edges = "".join(rest), text_edges(rest)
+    least = len("".join(pieces(prompt[same:begin])))
+    for at in edges[(least <= edges) & (edges <= len(before))][::-1]:
+        ends = np.flatnonzero(edges == at + len(words))
+        if len(ends) and text.startswith(words, at) and before.startswith(text[:at]):
+            return same + int(np.searchsorted(edges, at)), same + int(ends[-1])
     return None
 
 
@@ -141,7 +153,7 @@ class Stitcher:
         self.length = 0  # of the open chunk, with the prompt that was read last
         self._pieces = pieces
         self._experts: list[list[np.ndarray]] = []  # parts of [N-1, L, K], by chunk
-        self._last: tuple[np.ndarray, np.ndarray] | None = None
+        self._last: tuple[np.ndarray, np.ndarray, int] | None = None  # prompt, reply, begin
         self._prompt, self._join = np.zeros(0, np.int32), Boundary("split", 0)
 
     @property
@@ -153,14 +165,10 @@ class Stitcher:
         """How the prompt joins the open chunk: its ids from `resume` on are the turn's context."""
         self._prompt, self._join = prompt, Boundary("split", 0)
         if self._last is not None:
-            self._join = boundary(*self._last, prompt, self._pieces)
-        context = len(prompt) - self._join.resume
-        if self._join.case in ("normalized", "retokenized") and not context:
-            raise ValueError(
-                "nothing stands between the last reply and the next, so its last id, which was never read "
-                "as it is, would predict a sampled one"
-            )
-        self.length = context + (0 if self._join.case == "split" else self.length)
+            last, reply, begin = self._last
+            self._join = boundary(last, reply, prompt, self._pieces, begin)
+        case, resume, _ = self._join
+        self.length = len(prompt) - resume + (0 if case == "split" else self.length)
         return self._join
 
     def add(self, reply: np.ndarray, experts: np.ndarray, start: int) -> None:
@@ -184,7 +192,7 @@ class Stitcher:
         else:
             self._experts[-1] += [self._experts[-1][-1][-1:], experts[resume - start :]]
         self.length += len(reply)
-        self._last = self._prompt, reply
+        self._last = self._prompt, reply, resume
 
     def experts(self) -> list[np.ndarray]:
         """[N-1, L, K] of each chunk."""
