@@ -11,6 +11,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from t1jax.agent.task import TaskError
+from t1jax.agent.template import TemplateError
 from t1jax.checkpoint import CheckpointError
 from t1jax.experiment import ConfigError
 from t1jax.guard import GuardError
@@ -23,7 +24,7 @@ from t1jax.types import SamplerError, SandboxError
 
 EXPECTED = (
     *(ConfigError, TaskError, CheckpointError, CollectError, StoreError, GuardError, MetricsError),
-    *(HFError, MeshError, SandboxError, SamplerError, OSError),
+    *(HFError, MeshError, SandboxError, SamplerError, TemplateError, OSError),
 )
 
 

@@ -17,7 +17,15 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from t1jax.agent.template import CHATML, TemplateError, learn, probe, read_template
+from t1jax.agent.template import (
+    CHATML,
+    TemplateError,
+    before_replies,
+    learn,
+    probe,
+    read_template,
+    rehearse,
+)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
@@ -45,8 +53,8 @@ class Chat:
 
     Built from a `tokenizer.json` (tokenizers library) that knows the five Qwen tokens, and optionally a
     chat template (see template.read_template). Raises ValueError naming the file and what it lacks, or
-    TemplateError where the template rewrites what came before, unless it is only to be rendered
-    (`appends` False).
+    TemplateError where the template rewrites what came before. One that is only to be rendered (`appends`
+    False) may do so, but must render.
     """
 
     def __init__(self, path: str | Path, template: str | Path | None = None, appends: bool = True):
@@ -64,7 +72,7 @@ class Chat:
         self._specials = {token.content: i for i, token in added.items()}
         source = self._template = read_template(Path(template)) if template else None
         if not appends:
-            return
+            return rehearse(source)
         pieces = learn(source) if source else CHATML
         self._system, self._user, self._observation, self._reply = map(self._split, pieces)
         if self._observation[:1] != [self._end]:
@@ -101,9 +109,12 @@ class Chat:
     def render(self, messages: Sequence[dict[str, str]], before: Rendered) -> Rendered:
         """A whole conversation as the template writes it, up to the next reply.
 
-        before: what was rendered last, of which the ids are kept up to where the texts part.
+        before: what was rendered last, of which the ids are kept up to where the texts part. Raises
+        TemplateError.
         """
         text = self._template.render(messages)
+        if not text:
+            raise TemplateError(f"the chat template renders {len(messages)} messages as nothing")
         n, end = _common(text, before.text), SPECIAL_TOKENS[2]
         cut = text.rfind(end, 0, n)
         if cut < 0:
@@ -112,6 +123,15 @@ class Chat:
         kept = np.flatnonzero(before.ids == self._end)[text.count(end, 0, cut)]
         ids = self.encode_rendered(text[cut:])
         return Rendered(text, np.concatenate([before.ids[:kept], np.array(ids, np.int32)]))
+
+    def before_replies(self, messages: Sequence[dict[str, str]]) -> list[str | None]:
+        """See template.before_replies; spelt as by `pieces`."""
+        normalizer = self._all.normalizer
+        spelt = normalizer.normalize_str if normalizer else str
+        return [
+            text if text is None else spelt(text).encode().decode("latin-1")
+            for text in before_replies(self._template, messages)
+        ]
 
     def harmless(self, text: str) -> str:
         """The text with special tokens broken up, so that a rendering has none but its own."""

@@ -14,6 +14,7 @@ import numpy as np
 from t1jax.agent.action import SYSTEM, Line, Malformed, Protocol, Submit, parse
 from t1jax.agent.chat import Chat
 from t1jax.agent.history import History, Joined, Kind, Said, make_history
+from t1jax.agent.template import TemplateError
 from t1jax.sandbox.output import Output
 from t1jax.types import (
     ExecResult,
@@ -62,7 +63,8 @@ async def run_episode(
 
     A failing sandbox or sampler ends it with status "infra" and no further model calls; running out of
     time, turns or context keeps what was done. Cancellation passes through. The sampler is released.
-    Raises ValueError when the sampler's records do not fit the stream.
+    Raises ValueError when the sampler's records do not fit the stream, TemplateError when a prompt does not
+    render.
     """
     record = _Record(task, trial, attempt, temperature)
     history = make_history(config.history, chat, SYSTEM[config.protocol], task.instruction)
@@ -84,7 +86,10 @@ async def _converse(record, history, sandbox, sampler, chat, config) -> tuple[st
     """The turns of an episode; returns its status and cause."""
     confirming = False
     for turn in range(config.max_turns):
-        prompt = history.prompt()
+        try:
+            prompt = history.prompt()
+        except TemplateError as error:
+            raise TemplateError(f"trial {record.trial}, turn {turn}: {error}") from None
         room = config.max_context - max(len(prompt), history.length)
         if room < 1:
             return "context_full", f"{config.max_context} tokens"

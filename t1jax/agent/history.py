@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from t1jax.agent.chat import Chat, Rendered
-from t1jax.agent.stitch import Pieces, Stitcher, find_text, text_edges
+from t1jax.agent.stitch import Pieces, Stitcher, text_edges
 from t1jax.agent.template import conversation, said
 from t1jax.types import Join, Sampled
 
@@ -42,7 +42,7 @@ class History(Protocol):
     length: int  # of the stream that is to be trained on, with the open prompt
 
     def prompt(self) -> np.ndarray:
-        """i32[N]: what the sampler is to continue."""
+        """i32[N]: what the sampler is to continue. Raises TemplateError where it cannot be rendered."""
 
     def add(self, reply: Sampled) -> Joined:
         """Takes the reply to the prompt. Raises ValueError unless its experts join exactly."""
@@ -161,27 +161,21 @@ class RetokenizedHistory(TextHistory):
 
     def __init__(self, chat: Chat, system: str, instruction: str):
         super().__init__(chat, system, instruction)
-        self._last: tuple[np.ndarray, Sampled] | None = None
-        self._places: list[tuple[int, int] | None] = []  # of replies, in bytes of the prompt's text
+        self._last: tuple[np.ndarray, Sampled, int] | None = None  # prompt, reply, messages so far
 
     @property
     def length(self) -> int:
         return len(self._rendered.ids)
 
     def prompt(self) -> np.ndarray:
-        prompt, pieces = self._render(), self._chat.pieces
-        if self._last:
-            place = find_text(self._last[0], self._last[1].ids, prompt, pieces)
-            edges = text_edges(pieces(prompt))
-            self._places.append(place and (int(edges[place[0]]), int(edges[place[1]])))
-        return prompt
+        return self._render()
 
     def add(self, reply: Sampled) -> Joined:
         rows = len(self._rendered.ids) + len(reply.ids) - 1
         if reply.experts_start or len(reply.experts) != rows:
             raise ValueError(f"the sampler returned {len(reply.experts)} rows of experts of {rows}")
         join = "retokenized" if self._last else "split"
-        self._last = self._rendered.ids, reply
+        self._last = self._rendered.ids, reply, len(self._messages)
         self._reply = self._chat.quote(reply.ids)
         return Joined(reply.ids[:0], join)  # `rewrite` tells them apart
 
@@ -189,28 +183,35 @@ class RetokenizedHistory(TextHistory):
         return [self._last[1].experts]
 
     def rewrite(self, turns: list[Said]) -> list[Said]:
-        return retokenize(self._last[0], turns, self._places, self._chat.pieces)
+        prompt, _, messages = self._last
+        before = self._chat.before_replies(self._messages[:messages])
+        return retokenize(prompt, turns, before, self._chat.pieces)
 
 
 def retokenize(
     prompt: np.ndarray,
     turns: list[Said],
-    places: list[tuple[int, int] | None],
+    before: list[str | None],
     pieces: Pieces,
 ) -> list[Said]:
     """The turns as the last prompt i32[N] holds them; the last reply, which follows it, is kept as it is.
 
-    places: where in the prompt's text each reply but the last stands, in bytes. Its log-prob is known where
-    its tokens and those of the prompt have the same edges; between two such edges it is shared alike by the
-    prompt's tokens. A reply that does not stand there any more is none of its turn's ids.
+    before: what the template wrote between each reply but the last and the one before it, as pieces spell it;
+    None for a reply that it left out. Behind that, and behind the reply before it, a reply must stand word by
+    word, or its turn has no ids: the same words elsewhere may have been said by others. Its log-prob is known
+    where its tokens and those of the prompt have the same edges; between two such edges it is shared alike by
+    the prompt's tokens.
     """
     edges, text = text_edges(pieces(prompt)), "".join(pieces(prompt))
-    out, done = [], 0
-    for turn, place in zip(turns[:-1], places, strict=False):
+    out, done, begin = [], 0, 0  # done: ids of the prompt; begin: of the last reply found
+    for turn, glue in zip(turns[:-1], before, strict=True):
         words = pieces(turn.sampled)
-        begin, end = place or (0, 0)
-        ends = np.isin((begin, end), edges).all()
-        if begin == end or not ends or text[begin:end] != "".join(words):
+        # The end of a reply may be the template's, too: it is not skipped.
+        found = -1 if glue is None else text.find(glue, begin)
+        begin = begin if found < 0 else found + len(glue)
+        end = begin + len("".join(words))
+        stands = found >= 0 and edges[done] <= begin < end and text[begin:end] == "".join(words)
+        if not stands or not np.isin((begin, end), edges).all():
             out.append(Said(prompt[:0], prompt[:0], turn.logprobs[:0]))
             continue
         first, last = np.searchsorted(edges, [begin, end])

@@ -3,7 +3,7 @@
 A template renders all messages anew; our streams only grow. `learn` takes a template apart into the
 pieces around the messages, and `probe` renders growing conversations and compares token ids: a template
 that rewrites what came before (Qwen3.5's drops the reasoning of past turns) is refused, with the first
-token that differs.
+token that differs. Where all is rendered anew each turn it need only render: `rehearse`.
 """
 
 import json
@@ -30,11 +30,8 @@ TEXTS = (
 )
 
 
-FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-
-
 class TemplateError(ValueError):
-    """A chat template that cannot be read or be appended to: one line."""
+    """A chat template that cannot be read, rendered or be appended to: one line."""
 
 
 class Pieces(NamedTuple):
@@ -71,8 +68,8 @@ class Template:
         try:
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"the chat template cannot be parsed: {error}") from None
+        except Exception as error:  # the fault of whoever wrote it, whatever it is
+            raise TemplateError(f"the chat template cannot be parsed: {_line(error)}") from None
         for name in sorted(names):
             if name.endswith("_token"):
                 raise TemplateError(
@@ -80,13 +77,13 @@ class Template:
                 )
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:
-        """The text of a conversation up to the next reply, thinking disabled."""
+        """The text of a conversation up to the next reply, thinking disabled. Raises TemplateError."""
         try:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=True, enable_thinking=False
             )
-        except (jinja2.TemplateError, *FAULTS) as error:
-            raise TemplateError(f"the chat template does not render: {error}") from None
+        except Exception as error:
+            raise TemplateError(f"the chat template does not render: {_line(error)}") from None
 
 
 def read_template(path: Path) -> Template:
@@ -111,21 +108,60 @@ def learn(template: Template) -> Pieces:
     """The pieces of a template, from one conversation of two turns. Raises TemplateError."""
     system, user, reply, observation = MARKS
     text = template.render(conversation(system, user, [(reply, observation)]))
-    parts, rest = [], text
-    for mark in MARKS:
-        before, found, rest = rest.partition(mark)
-        if not found:
-            raise TemplateError(
-                f"the chat template leaves out the {mark[1:-1]} message, or changes their order"
-            )
-        parts.append(before)
-    before_system, before_user, before_reply, before_observation = parts
+    before_system, before_user, before_reply, before_observation, rest = _cut(text, MARKS)
     if rest != before_reply:
         raise TemplateError(
             "the chat template is not append-only: it writes the prompt of a reply as "
             f"{rest!r}, and later as {before_reply!r}; use the text-history path"
         )
     return Pieces(before_system, before_user, before_observation, before_reply)
+
+
+def _cut(text: str, marks: Sequence[str]) -> list[str]:
+    """What stands around the marks. Raises TemplateError where they do not stand in this order."""
+    parts = []
+    for mark in marks:
+        before, found, text = text.partition(mark)
+        if not found:
+            raise TemplateError(
+                f"the chat template leaves out the {mark[1:-1]} message, or changes their order"
+            )
+        parts.append(before)
+    return [*parts, text]
+
+
+def rehearse(template: Template) -> None:
+    """Renders growing conversations, as a trial whose history is text does.
+
+    Raises TemplateError where that fails, or leaves out what the policy must know: the system message, the
+    task, and the last turn.
+    """
+    system, user, reply, observation = MARKS
+    turns = [(_numbered(reply, i), _numbered(observation, i)) for i in range(3)]
+    for n in range(len(turns) + 1):
+        text = template.render(conversation(system, user, turns[:n]))
+        _cut(text, [system, user, *(turns[n - 1] if n else ())])
+    for text in TEXTS:
+        template.render(conversation(text, text, [(text, text)] * len(turns)))
+
+
+def before_replies(template: Template, messages: Sequence[dict[str, str]]) -> list[str | None]:
+    """What the template writes between each reply and the one before it; None for one that it leaves out."""
+    marked = [
+        m | {"content": _numbered(MARKS[2], i)} if m["role"] == "assistant" else m
+        for i, m in enumerate(messages)
+    ]
+    rest, parts = template.render(marked), []
+    for message in marked:
+        if message["role"] == "assistant":
+            before, found, after = rest.partition(message["content"])
+            parts.append(before if found else None)
+            rest = after if found else rest
+    return parts
+
+
+def _numbered(mark: str, i: int) -> str:
+    return f"{mark[:-1]} {i + 1}{mark[-1]}"
 
 
 def probe(template: Template, encode, append) -> None:
@@ -166,6 +202,10 @@ def said(reply: str, observation: str) -> list[dict[str, str]]:
         {"role": "assistant", "content": reply},
         {"role": "user", "content": observation},
     ]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _raise(message: str):

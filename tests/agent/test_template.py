@@ -12,6 +12,7 @@ from t1jax.agent.template import (
     TEXTS,
     Template,
     TemplateError,
+    before_replies,
     conversation,
     learn,
     read_template,
@@ -86,6 +87,56 @@ def test_a_template_that_cannot_be_appended_to_is_refused(tmp_path, source, says
     with pytest.raises(TemplateError, match=says) as caught:
         Chat(TOKENIZER, written(tmp_path, source))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(APPENDS, DROPS_THOUGHTS, CUTS_THOUGHTS, TRIMS, CUTS_CALLS, COUNTS),
+        DROPS_THOUGHTS.replace("in messages", "in messages if m in messages[:2] + messages[-4:]"),
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+    ],
+)
+def test_one_that_need_only_render_may_rewrite_what_came_before(tmp_path, source):
+    Chat(TOKENIZER, written(tmp_path, source), appends=False)
+
+
+@pytest.mark.parametrize("turns", range(4))
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("{{ raise_exception('too\nmany') }}", "does not render: too many"),
+        ("{{ 1 / 0 }}", "does not render: division by zero"),
+        ("{{ messages[99].content }}", "does not render: .*no element 99"),
+        ("{{ 'x'.join(1) }}", "does not render"),
+        ("{{ ' ' * 10 ** 15 }}", "does not render: MemoryError"),
+        ("", "leaves out the system message"),
+        ("{{ messages[-1].content }}", "leaves out the system message"),
+        ("{% for m in messages[:2] %}" + TURN + "{% endfor %}", "leaves out the reply . message"),
+        ("{% for m in messages[1:] %}" + TURN + "{% endfor %}", "leaves out the system message"),
+        ("{% for m in messages | reverse %}" + TURN + "{% endfor %}", "changes their order"),
+    ],
+)
+def test_one_that_fails_after_some_turns_is_refused(tmp_path, fault, says, turns):
+    if not turns and "reply" in says:
+        return  # nothing is left out yet
+    count = 2 + 2 * turns
+    source = f"{{% if messages | length >= {count} %}}{fault}{{% else %}}{APPENDS}{{% endif %}}"
+    with pytest.raises(TemplateError, match=says) as caught:
+        Chat(TOKENIZER, written(tmp_path, source), appends=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_text_before_each_reply():
+    template = Template(DROPS_THOUGHTS.replace("in messages", "in messages if m.content != 'b'"))
+    before = before_replies(template, conversation("s", "u", [("a", "b"), ("a", "c"), ("b", "d")]))
+    head = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
+    between = "<|im_end|>\n<|im_start|>assistant\n"
+    last = "<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    assert before == [head, between, last]
+    template = Template("{% for m in messages[:3] + messages[5:] %}{{ m.content }},{% endfor %}")
+    many = conversation("s", "u", [("a", "b")] * 12)
+    assert before_replies(template, many) == ["s,u,", None, ",b,", *[",b,"] * 9]
 
 
 def test_text_that_looks_special_stays_text_under_a_template_too(tmp_path):
