@@ -98,9 +98,10 @@ def find_text(
     text, edges = "".join(rest), text_edges(rest)
     least = len("".join(pieces(prompt[same:begin])))
     for at in edges[(least <= edges) & (edges <= len(before))][::-1]:
-        ends = np.flatnonzero(edges == at + len(words))
-        if len(ends) and text.startswith(words, at) and before.startswith(text[:at]):
-            return same + int(np.searchsorted(edges, at)), same + int(ends[-1])
+        if text.startswith(words, at) and before.startswith(text[:at]):
+            ends = np.flatnonzero(edges == at + len(words))
+            if len(ends):
+                return same + int(np.searchsorted(edges, at)), same + int(ends[-1])
     return None
 
 
