@@ -3,15 +3,19 @@
 `trajectories/step_000012.parquet` can be read by any Parquet reader. Per-token columns, row t for token t:
 tokens, sampled, logprobs, versions, turn_index; `experts` holds the raw bytes of an array of
 `experts_dtype` and `experts_shape` = [N-1, L, K]; `turns` and `verdict` are nested records. The schema's
-version stands in the file's metadata. A file appears whole or not at all. What the trainer inferred of the same
-rows lies beside them in `advantages/`, under the same names.
+version stands in the file's metadata. A file appears whole or not at all, and its pages have checksums. What the
+trainer inferred of the same rows lies beside them in `advantages/`, under the same names.
+
+Text is stored as it is, but for halves of surrogate pairs, which UTF-8 does not have: they become "?".
 """
 
 import dataclasses
+import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +26,8 @@ from t1jax.types import Assertion, ExecResult, Trajectory, Turn, Verdict
 VERSION = "2"
 _KEY = b"t1jax.trajectories"
 _ROWS = 16  # a row group, what a reader must hold at once
+_OPTIONAL = {"verdict", "outcome", "reward", "command", "result"}  # all else has a value
+_PER_TOKEN = ("tokens", "sampled", "logprobs", "versions", "turn_index")
 
 _RESULT = pa.struct(
     [
@@ -133,7 +139,7 @@ def drop_after(folder: Path, last: int) -> None:
 
 def write(path: Path, trajectories: Sequence[Trajectory]) -> None:
     """Writes a file whole or not at all; folders are made. Raises StoreError (disk full, no permission)."""
-    _write_table(path, pa.Table.from_pylist([_row(t) for t in trajectories], SCHEMA))
+    _write_table(path, pa.Table.from_pylist([storable(_row(t)) for t in trajectories], SCHEMA))
 
 
 def write_advantages(
@@ -153,10 +159,26 @@ def write_advantages(
 
 def read_advantages(folder: Path, step: int) -> dict[tuple[int, int], dict[str, np.ndarray]]:
     """By (trial, chunk): f32[N] by name. Raises StoreError."""
-    return {
-        (row["trial"], row["chunk"]): {name: np.array(row[name], np.float32) for name in INFERRED}
-        for row in _rows(step_path(folder, step))
-    }
+
+    def row_of(row: dict) -> tuple:
+        place = row["trial"], row["chunk"]
+        return place, {name: np.array(row[name], np.float32) for name in INFERRED}
+
+    return dict(_read(step_path(folder, step), ADVANTAGES, row_of))
+
+
+def storable(value: Any) -> Any:
+    """A value as it comes back from a file: text in it, however deep, without halves of surrogate pairs.
+
+    They come from escapes in JSON and from names of files that are not UTF-8.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {name: storable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [storable(item) for item in value]
+    return value
 
 
 def _write_table(path: Path, table: pa.Table) -> None:
@@ -166,7 +188,9 @@ def _write_table(path: Path, table: pa.Table) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(tmp, "wb") as file:
-                pq.write_table(table, file, row_group_size=_ROWS, compression="zstd")
+                pq.write_table(
+                    table, file, row_group_size=_ROWS, compression="zstd", write_page_checksum=True
+                )
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(tmp, path)
@@ -179,21 +203,40 @@ def _write_table(path: Path, table: pa.Table) -> None:
 
 def read(path: Path) -> Iterator[Trajectory]:
     """The trajectories of a file, a row group in memory at a time. Raises StoreError."""
-    return map(_trajectory, _rows(path))
+    return _read(path, SCHEMA, _trajectory)
 
 
-def _rows(path: Path) -> Iterator[dict]:
+def _read(path: Path, schema: pa.Schema, make: Callable[[dict], Any]) -> Iterator[Any]:
+    """make(row) of all rows. Raises StoreError for whatever does not come from `_write_table`."""
     try:
-        with pq.ParquetFile(path) as file:
-            version = (file.schema_arrow.metadata or {}).get(_KEY, b"none").decode()
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            found = file.schema_arrow
+            version = (found.metadata or {}).get(_KEY, b"none").decode()
             if version != VERSION:
                 raise StoreError(
                     f"{path} has trajectory schema {version}, this code reads {VERSION}"
                 )
-            for batch in file.iter_batches(_ROWS):
-                yield from batch.to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise StoreError(f"cannot read {path}: {error}") from error
+            for field in schema:
+                if found.names.count(field.name) != 1 or found.field(field.name).type != field.type:
+                    raise ValueError(f"column {field.name} is missing, doubled or of another type")
+            for batch in file.iter_batches(_ROWS, columns=schema.names):
+                for field in schema:
+                    _check_filled(field.name, batch.column(field.name))
+                yield from map(make, batch.to_pylist())
+    except (OSError, pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        raise StoreError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+
+
+def _check_filled(name: str, column: pa.Array) -> None:
+    """Raises ValueError where a value is missing that every row has, in records within records, too."""
+    if column.null_count and name.split(".")[-1] not in _OPTIONAL:
+        raise ValueError(f"column {name} lacks a value")
+    column = column.drop_null()
+    if pa.types.is_struct(column.type):
+        for field, values in zip(column.type, column.flatten(), strict=True):
+            _check_filled(f"{name}.{field.name}", values)
+    elif pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type):
+        _check_filled(name, column.flatten())
 
 
 def _row(t: Trajectory) -> dict:
@@ -238,38 +281,60 @@ def _row(t: Trajectory) -> dict:
 
 
 def _trajectory(row: dict) -> Trajectory:
-    tokens = np.array(row["tokens"], np.int32)
-    logprobs = np.array(row["logprobs"], np.float32)
-    turns, start = [], 0
-    for turn in row["turns"]:
-        first = start + turn.pop("context_tokens")
-        stop = first + turn.pop("sampled_tokens")
+    """The row as it was before `_row`. Raises ValueError where its columns disagree."""
+    place = f"trial {row['trial']}, chunk {row['chunk']}"
+    columns = {
+        name: np.array(row[name], SCHEMA.field(name).type.value_type.to_pandas_dtype())
+        for name in _PER_TOKEN
+    }
+    counts = [
+        turn.pop(name) for turn in row["turns"] for name in ("context_tokens", "sampled_tokens")
+    ]
+    if min(counts, default=0) < 0 or {len(c) for c in columns.values()} != {sum(counts)}:
+        raise ValueError(f"{place}: its turns have {sum(counts)} tokens, its columns do not")
+    edges = np.cumsum(counts)
+    tokens, logprobs = (np.split(columns[name], edges) for name in ("tokens", "logprobs"))
+    turns = []
+    for i, turn in enumerate(row["turns"]):
         result, drop = turn.pop("result"), tuple(turn.pop("drop"))
         turns.append(
             Turn(
-                context=tokens[start:first],
-                sampled=tokens[first:stop],
-                logprobs=logprobs[first:stop],
+                context=tokens[2 * i],
+                sampled=tokens[2 * i + 1],
+                logprobs=logprobs[2 * i + 1],
                 result=result and ExecResult(**result),
                 drop=drop,
                 **turn,
             )
         )
-        start = stop
-    experts = np.frombuffer(row["experts"], row["experts_dtype"]).reshape(row["experts_shape"])
     verdict = row["verdict"]
     if verdict is not None:
         assertions = tuple(Assertion(**a) for a in verdict.pop("assertions"))
         verdict = Verdict(assertions=assertions, **verdict)
     plain = ("task", "family", "trial", "attempt", "chunk", "status", "cause", "temperature")
-    return Trajectory(
+    trajectory = Trajectory(
         **{name: row[name] for name in plain},
         turns=tuple(turns),
-        experts=experts,
+        experts=_experts(row, place),
         verdict=verdict,
         reward=row["reward"],
         seconds=row["seconds"],
     )
+    for name, column in columns.items():  # what readers of Parquet see is what the turns say
+        equal_nan = name == "logprobs"
+        if not np.array_equal(column, getattr(trajectory, name), equal_nan=equal_nan):
+            raise ValueError(f"{place}: column {name} is not what its turns say")
+    return trajectory
+
+
+def _experts(row: dict, place: str) -> np.ndarray:
+    """u8|u16[N-1, L, K]."""
+    kind, shape, data = row["experts_dtype"], row["experts_shape"], row["experts"]
+    if kind not in ("uint8", "uint16"):
+        raise ValueError(f"{place}: experts of type {kind!r}")
+    if min(shape) < 0 or math.prod(shape) * np.dtype(kind).itemsize != len(data):
+        raise ValueError(f"{place}: {len(data)} bytes of experts are no {kind}{shape}")
+    return np.frombuffer(data, kind).reshape(shape)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import random
+import re
 import resource
 
 import numpy as np
@@ -205,3 +206,133 @@ def test_what_was_inferred_comes_back_by_trial_and_chunk(tmp_path):
         for name, values in found[t.trial, t.chunk].items():
             assert values.dtype == np.float32
             np.testing.assert_array_equal(values, arrays[name][i, : len(t.tokens)])
+
+
+def test_text_that_utf8_does_not_have_is_stored_as_question_marks(tmp_path):
+    """JSON may escape half a surrogate pair, a file's name may hold any byte."""
+    half, name = "a\ud83d", os.fsdecode(b"\xff.txt")
+    result = ExecResult(0, half, 0.0, False)
+    base = next(t for t in map(random_trajectory, range(50)) if t.turns)
+    written = dataclasses.replace(
+        base,
+        task=name,
+        cause=half,
+        turns=(dataclasses.replace(base.turns[0], command=half, result=result), *base.turns[1:]),
+        verdict=Verdict((Assertion(half, True),), True, "report", half, 0.0),
+    )
+    store.write_step(tmp_path, 0, [written])
+    (back,) = store.read_step(tmp_path, 0)
+    assert (back.task, back.cause) == ("?.txt", "a?")
+    assert (back.turns[0].command, back.turns[0].result.output) == ("a?", "a?")
+    assert (back.verdict.assertions[0].name, back.verdict.output) == ("a?", "a?")
+    assert_same(back, dataclasses.replace(back, **store.storable({"task": name})))
+
+
+@pytest.fixture
+def rows():
+    """Rows as they lie in a file; the first has two turns, a verdict and a result."""
+    good = [random_trajectory(seed) for seed in range(100)]
+    first = next(t for t in good if len(t.turns) == 2 and t.verdict and t.turns[0].result)
+    return [store._row(t) for t in (first, *good[:3])]
+
+
+def refused(tmp_path, table: pa.Table) -> str:
+    pq.write_table(table, store.step_path(tmp_path, 0))
+    with pytest.raises(StoreError, match=r"cannot read .*step_000000") as caught:
+        store.read_step(tmp_path, 0)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", store.SCHEMA.names)
+def test_a_column_that_is_missing_or_of_another_type_is_named(tmp_path, rows, name):
+    table = pa.Table.from_pylist(rows, store.SCHEMA)
+    place = store.SCHEMA.get_field_index(name)
+    for other in (pa.array([[{"a": 1}]] * 4), pa.array([b"1"] * 4), pa.nulls(4)):
+        assert f"column {name} is" in refused(tmp_path, table.set_column(place, name, other))
+    assert f"column {name} is" in refused(tmp_path, table.drop_columns([name]))
+    assert f"column {name} is" in refused(tmp_path, table.append_column(name, table[name]))
+    if name not in ("reward", "verdict"):
+        nothing = pa.nulls(4, store.SCHEMA.field(name).type)
+        assert f"column {name} lacks" in refused(tmp_path, table.set_column(place, name, nothing))
+
+
+def set_experts(**columns):
+    return lambda row: row | columns
+
+
+def set_turn(name, value):
+    def change(row):
+        first, *others = row["turns"]
+        return row | {"turns": [first | {name: value}, *others]}
+
+    return change
+
+
+def set_token(name, value):
+    return lambda row: row | {name: [*list(row[name])[:-1], value]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_experts(experts=b"123"), r"chunk 0: 3 bytes of experts are no uint(8|16)\["),
+        (set_experts(experts_dtype="object"), "chunk 0: experts of type 'object'"),
+        (set_experts(experts_dtype="no type"), "chunk 0: experts of type 'no type'"),
+        (set_experts(experts_shape=[-1, 4, 2]), "bytes of experts are no"),
+        (set_experts(experts_shape=[2**62, 2**62, 2]), "bytes of experts are no"),
+        (set_experts(experts_shape=None), "column experts_shape lacks a value"),
+        (set_turn("context_tokens", -1), "its turns have .* tokens, its columns do not"),
+        (set_turn("sampled_tokens", 99), "its turns have .* tokens, its columns do not"),
+        (set_turn("join", None), "column turns.join lacks a value"),
+        (set_turn("drop", [None, 0]), "column turns.drop lacks a value"),
+        (set_token("tokens", None), "column tokens lacks a value"),
+        (lambda row: row | {"tokens": row["tokens"][1:]}, "its columns do not"),
+        (lambda row: row | {"logprobs": row["logprobs"][1:]}, "its columns do not"),
+        (lambda row: row | {"logprobs": [-1.0] * len(row["tokens"])}, "column logprobs is not"),
+        (
+            lambda row: row | {"sampled": ~row["sampled"]},
+            "column sampled is not what its turns say",
+        ),
+        (set_token("versions", 9), "column versions is not what its turns say"),
+        (set_token("turn_index", 0), "column turn_index is not what its turns say"),
+        (lambda row: row | {"verdict": row["verdict"] | {"cause": None}}, "verdict.cause lacks"),
+        (
+            lambda row: row | {"verdict": row["verdict"] | {"assertions": [{"name": "a"}]}},
+            "column verdict.assertions.passed lacks a value",
+        ),
+    ],
+)
+def test_columns_that_disagree_are_named_with_their_trial(tmp_path, rows, change, message):
+    table = pa.Table.from_pylist([change(rows[0]), *rows[1:]], store.SCHEMA)
+    assert re.search(message, refused(tmp_path, table))
+
+
+@pytest.mark.parametrize("name", store.ADVANTAGES.names)
+def test_damaged_advantages_are_named(tmp_path, name):
+    row = {"trial": 1, "chunk": 0} | {name: [0.5, 1.5] for name in store.INFERRED}
+    table = pa.Table.from_pylist([row | {name: None}], store.ADVANTAGES)
+    pq.write_table(table, store.step_path(tmp_path, 0))
+    with pytest.raises(StoreError, match=f"column {name} lacks a value"):
+        store.read_advantages(tmp_path, 0)
+    pq.write_table(table.drop_columns([name]), store.step_path(tmp_path, 0))
+    with pytest.raises(StoreError, match=f"column {name} is missing"):
+        store.read_advantages(tmp_path, 0)
+
+
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
+    written = [random_trajectory(seed) for seed in range(6)]
+    store.write_step(tmp_path, 0, written)
+    path = store.step_path(tmp_path, 0)
+    data, rng, refused = path.read_bytes(), random.Random(0), 0
+    for _ in range(300):
+        damaged = bytearray(data)
+        damaged[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            back = store.read_step(tmp_path, 0)
+        except StoreError:
+            refused += 1
+        else:
+            assert_same(tuple(back), tuple(written))
+    assert refused > 100
