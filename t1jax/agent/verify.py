@@ -31,6 +31,8 @@ from t1jax.types import Assertion, ExecResult, Sandbox, SandboxError, Task, Verd
 LOGS = "/logs/verifier"
 MAX_REPORT = 4 << 20  # bytes of ctrf.json; a TermiGen report of 20 tests has about 10 kB
 MAX_REWARD = 64 << 10
+MAX_NAME = 1000  # characters of a test's name; what is beyond is cut off
+OUTCOMES = ("report", "no_report", "no_tests", "bad_report")  # the causes that come with one
 ENV = {
     # the image's own tools come before /usr/local, where an agent could have put others
     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin",
@@ -98,10 +100,17 @@ def read_report(data: bytes | None) -> tuple[tuple[Assertion, ...], str]:
         return (), "no_report"
     try:
         tests = json.loads(data)["results"]["tests"]
-        assertions = tuple(Assertion(str(t["name"]), t["status"] == "passed") for t in tests)
+        assertions = tuple(Assertion(_name(t["name"]), t["status"] == "passed") for t in tests)
     except (ValueError, LookupError, TypeError, RecursionError):
         return (), "bad_report"
     return assertions, "report" if assertions else "no_tests"
+
+
+def _name(value: object) -> str:
+    """A test's name, of characters that can be written: JSON may escape half a surrogate pair."""
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no name")
+    return value[:MAX_NAME].encode("utf-8", "replace").decode()
 
 
 def read_reward(reward_json: bytes | None, reward_txt: bytes | None) -> float | None:

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from t1jax.agent.task import load_task
-from t1jax.agent.verify import judge, read_report, reward, verify
+from t1jax.agent.verify import MAX_NAME, judge, read_report, reward, verify
 from t1jax.sandbox.namespace import NamespaceSandbox, SandboxUnavailable, check_available
 from t1jax.types import Assertion, ExecResult, Verdict
 
@@ -40,6 +40,22 @@ def ended(code=0, output="", timed_out=False) -> ExecResult:
         (ended(), report(), None, b"0", "no_tests", False),
         (ended(), b"{", None, b"0", "bad_report", False),
         (ended(), b'{"results": {"tests": {"a": 1}}}', None, b"0", "bad_report", False),
+        (
+            ended(),
+            b'{"results": {"tests": [{"name": 1, "status": "passed"}]}}',
+            None,
+            b"0",
+            "bad_report",
+            False,
+        ),
+        (
+            ended(),
+            b'{"results": {"tests": [{"status": "passed"}]}}',
+            None,
+            b"1",
+            "bad_report",
+            True,
+        ),
         (ended(), b"[" * 100_000, None, b"1", "bad_report", True),
         # reward.json beats reward.txt, also where it is broken
         (ended(), None, b"1", b"0", "no_report", True),
@@ -82,6 +98,15 @@ def test_table(result, ctrf, reward_json, reward_txt, cause, outcome):
 def test_only_passed_tests_pass():
     assertions, cause = read_report(report("passed", "failed", "skipped", "pending", "other"))
     assert cause == "report" and [a.passed for a in assertions] == [True] + [False] * 4
+
+
+def test_names_are_short_and_can_be_written():
+    tests = (
+        b'[{"name": "caf\\u00e9 \\ud83d", "status": "passed"}, {"name": "%s", "status": "failed"}]'
+    )
+    (odd, long), _ = read_report(b'{"results": {"tests": %s}}' % (tests % (b"x" * 10**6)))
+    assert odd == Assertion("café ?", True)
+    assert long == Assertion("x" * MAX_NAME, False)
 
 
 @pytest.mark.parametrize(
