@@ -6,8 +6,8 @@ two runs of the same seed are equal byte for byte.
 
 import contextlib
 import json
-import math
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,27 +81,39 @@ class MetricsWriter:
 def read_metrics(workdir: Path) -> list[dict]:
     """The lines of metrics.jsonl in order, without a last line that a kill left torn.
 
-    Raises MetricsError naming the first line that is no JSON object with a step.
+    Raises MetricsError naming the first line that `MetricsWriter` cannot have written.
     """
     path = Path(workdir) / "metrics.jsonl"
     if not path.exists():
         return []
     *lines, _torn = path.read_text(errors="replace").split("\n")
-    metrics = []
+    metrics, last = [], -1
     for number, line in enumerate(lines, 1):
         try:
-            metrics.append(json.loads(line))
-            metrics[-1]["step"]
-        except (ValueError, KeyError, TypeError):
-            raise MetricsError(
-                f"{path}, line {number}: no JSON object with a step: {line[:60]!r}"
-            ) from None
+            metrics.append(_parse(line, last))
+        except ValueError as error:
+            raise MetricsError(f"{path}, line {number}: {error}: {line[:60]!r}") from None
+        last = metrics[-1]["step"]
     return metrics
+
+
+def _parse(line: str, last: int) -> dict:
+    """One line, of a step above `last`. Raises ValueError."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict) or type(values.get("step")) is not int:
+        raise ValueError("no JSON object with a step")
+    step = values["step"]
+    if step <= last:
+        raise ValueError(f"step {step}, after those up to {last}")
+    return {name: _number(step, name, value) for name, value in values.items()}
 
 
 def _number(step: int, name: str, value: float) -> float | int:
     value = value.item() if hasattr(value, "item") else value
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"step {step}: metric {name} is {value}, expected a finite number")
     return value
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from t1jax.metrics import MetricsWriter, read_metrics
+from t1jax.metrics import MetricsError, MetricsWriter, read_metrics
 from t1jax.plot import PANELS, plot_run, running_mean
 
 
@@ -116,6 +116,29 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2"):
         MetricsWriter(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "no JSON object with a step"),
+        ("3", "no JSON object with a step"),
+        ('{"ppo/kl": 1}', "no JSON object with a step"),
+        *((f'{{"step": {step}}}', "no JSON object") for step in ("{}", '"a"', "1.0", "true")),
+        ("[" * 100_000, "no JSON object with a step"),
+        ('{"step": 0}', "step 0, after those up to 0"),
+        ('{"step": -1}', "step -1, after those up to 0"),
+        *(
+            (f'{{"step": 1, "ppo/kl": {value}}}', "metric ppo/kl is .*, expected a finite number")
+            for value in ("NaN", "Infinity", '"x"', "[]", "null", "1" + "0" * 400)
+        ),
+    ],
+)
+def test_what_the_writer_never_wrote_is_named(tmp_path, line, message):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{line}\n{{"step": 2}}\n')
+    with pytest.raises(MetricsError, match=rf"metrics.jsonl, line 2: .*{message}") as caught:
+        read_metrics(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_running_mean_by_hand():
