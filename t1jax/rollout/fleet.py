@@ -20,14 +20,14 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from t1jax.rollout.admission import TokenBucket
-from t1jax.rollout.member import Member
+from t1jax.rollout.member import Member, each
 from t1jax.rollout.server import ServerConfig
 from t1jax.rollout.sglang import EngineModel, Settings, update_body
 from t1jax.rollout.tensors import Tensor, buckets, pack
@@ -273,7 +273,7 @@ class Fleet:
             await member.prove(tokens, expected, c.probe_tolerance)
 
         if c.urls.split():  # they need no files to start
-            await _each(others, failed, start)
+            await each(others, failed, start)
             running, others = self._members, []
         if c.transfer == "tensors":
             await self._send(running, params, version, failed)
@@ -283,8 +283,8 @@ class Fleet:
         try:
             if readers:
                 await self._write(params, checkpoint)
-            await _each(readers, failed, read)
-            await _each(self._members, failed, prove)
+            await each(readers, failed, read)
+            await each(self._members, failed, prove)
         finally:
             shutil.rmtree(checkpoint, ignore_errors=True)
         for member, error in failed.items():
@@ -310,7 +310,7 @@ class Fleet:
     async def _send(self, members, params, version: int, failed) -> None:
         """Sends tensors to running engines, a bucket to all of them before the next is made."""
         wait = self._config.load_timeout_s
-        await _each(members, failed, lambda m: m.engine.begin_update(wait))
+        await each(members, failed, lambda m: m.engine.begin_update(wait))
         ranks = {m.engine.ranks for m in members if m not in failed}
 
         def make() -> Iterator[dict[int, bytes]]:
@@ -324,10 +324,10 @@ class Fleet:
             bodies = await asyncio.to_thread(next, source, None)
             if bodies is None:
                 break
-            await _each(
+            await each(
                 members, failed, lambda m, b=bodies: m.engine.update(b[m.engine.ranks], wait)
             )
-        await _each(members, failed, lambda m: m.engine.end_update(version, wait))
+        await each(members, failed, lambda m: m.engine.end_update(version, wait))
 
     async def _watch_health(self) -> None:
         """Ends engines that do not answer; `load` brings them back."""
@@ -336,18 +336,3 @@ class Fleet:
             await asyncio.sleep(c.probe_period_s)
             alive = [m for m in self._members if m.check()]
             await asyncio.gather(*(m.probe(c.probe_timeout_s, c.probe_failures) for m in alive))
-
-
-async def _each(
-    members: Iterable[Member],
-    failed: dict[Member, SamplerError],
-    work: Callable[[Member], Awaitable[None]],
-) -> None:
-    """`work` on all members together but those that have failed; notes which do."""
-    members = [m for m in members if m not in failed]
-    results = await asyncio.gather(*map(work, members), return_exceptions=True)
-    for member, error in zip(members, results, strict=True):
-        if isinstance(error, SamplerError):
-            failed[member] = error
-        elif error is not None:
-            raise error

@@ -1,6 +1,7 @@
-"""One engine of a fleet: its process and its client, from its start to its end."""
+"""One engine of a fleet: its process and its client, from its start to its end; and what all are asked together."""
 
 import asyncio
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +101,18 @@ class Member:
         if self.engine:
             await self.engine.close()
         self.server = self.engine = None
+
+
+async def each(
+    members: Iterable[Member],
+    failed: dict[Member, SamplerError],
+    work: Callable[[Member], Awaitable[None]],
+) -> None:
+    """`work` on all members together but those that have failed; notes which do."""
+    members = [m for m in members if m not in failed]
+    results = await asyncio.gather(*map(work, members), return_exceptions=True)
+    for member, error in zip(members, results, strict=True):
+        if isinstance(error, SamplerError):
+            failed[member] = error
+        elif error is not None:
+            raise error
