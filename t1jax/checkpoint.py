@@ -227,15 +227,22 @@ def _check_files(path: Path, advice: str) -> dict:
 
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        files = manifest["files"]
     except FileNotFoundError:
         raise damaged("manifest.json", "is missing") from None
-    except (ValueError, KeyError, TypeError):
-        raise damaged("manifest.json", "cannot be parsed") from None
+    except (ValueError, RecursionError):
+        manifest = None
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise damaged("manifest.json", "cannot be parsed")
     if manifest["format"] != FORMAT:
         raise CheckpointError(
             f"checkpoint {path} has format {manifest['format']}, this version reads {FORMAT}"
         )
+    files, leaves = manifest.get("files"), manifest.get("leaves")
+    for texts in (files, leaves):
+        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+            raise damaged("manifest.json", "names no files or no leaves")
+    if "host.json" not in files:
+        raise damaged("manifest.json", "does not name host.json")
     for name, digest in files.items():
         if not (path / name).is_file():
             raise damaged(name, "is missing")
