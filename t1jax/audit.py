@@ -2,14 +2,16 @@
 
     python -m t1jax.audit --run=DIR
 
-Reads the run folder, and the tokenizer, chat template and initial policy that its config names. What is proven:
+Reads the run folder, and the tasks, tokenizer, chat template and initial policy that its config names. What is
+proven:
 
-    every step      Each trial is there once, its chunks in order, with one verdict and the reward that the config
-                    gives it. TITO: ids marked as sampled have the digest that the sampler took, and say what was run;
-                    a stream begins with context, and turns that open a chunk, and no others, are joined by "split".
-                    R3: N-1 rows of distinct experts that exist, all tokens of a step by its version of the weights,
-                    at the configured temperature; with history "tokens", context is the template around the output
-                    of the last command.
+    every step      Each trial is there once, its chunks in order, with one verdict, the reward that the config gives
+                    it and an end that its turns can have come to (see outcome.py). Its task is that of the pool,
+                    where the folder of tasks is still there. TITO: ids marked as sampled have the digest that the
+                    sampler took, and say what was run; a stream begins with context, and turns that open a chunk,
+                    and no others, are joined by "split". R3: N-1 rows of distinct experts that exist, all tokens of
+                    a step by its version of the weights, at the configured temperature; with history "tokens",
+                    context is the template around the output of the last command.
     trained steps   GAE: advantages and returns follow from the stored values and rewards, in float64. The
                     trainer's stored log-probs are the sampler's, within train.parity_band.
     recomputed      The stored log-probs and values are those of the stored tokens and experts under the policy that
@@ -19,7 +21,8 @@ Reads the run folder, and the tokenizer, chat template and initial policy that i
 
 Not proven: a reply whose ids and digest were both replaced by others that say the same, outside of recomputed steps.
 Text histories are repaired behind the sampler's back, so their band must be wide; `gap_strict` is the gap of the
-turns before the first repair of each chunk, which should be as small as with history "tokens".
+turns before the first repair of each chunk, which should be as small as with history "tokens". With history
+"retokenized" the trainer gets ids that were encoded, not sampled: such a run has no TITO and does not pass.
 
 The first offence ends it with exit code 1. Otherwise prints how turns were joined, the histogram of (s, u), and
 as its last line a JSON object. A kill may leave one last step whose batch was not trained on; the rest must be whole.
@@ -28,6 +31,7 @@ as its last line a JSON object. A kill may leave one last step whose batch was n
 import itertools
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,14 +42,17 @@ from t1jax import command
 from t1jax.agent.action import Action, Malformed, Submit, parse
 from t1jax.agent.chat import Chat
 from t1jax.agent.episode import SILENT
-from t1jax.agent.stitch import count
-from t1jax.agent.verify import reward
+from t1jax.agent.stitch import MAX_PROMPT_DROP, MAX_REPLY_DROP, count
+from t1jax.agent.task import load_tasks
 from t1jax.experiment import ConfigError, Experiment, read_experiment
 from t1jax.metrics import read_metrics
+from t1jax.outcome import check_trial
 from t1jax.recompute import check_inferred, gaps, make_recompute, saved_steps
 from t1jax.rollout import store
-from t1jax.run import make_chat
-from t1jax.types import ExecResult, Trajectory
+from t1jax.run import make_chat, shuffle_pool
+from t1jax.types import ExecResult, Task, Trajectory
+
+REPAIRS = ("normalized", "retokenized")  # joins behind the sampler's back
 
 
 class Offence(RuntimeError):
@@ -57,18 +64,19 @@ def audit_run(run: Path) -> dict:
 
     Raises Offence, or ConfigError, StoreError, MetricsError, CheckpointError for files that cannot be read.
     """
-    try:
-        config = json.loads((run / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{run / 'config.json'} cannot be read, is this a run? {error}") from None
-    experiment = read_experiment(ConfigDict(config))
+    experiment = read_config(run)
+    if experiment.episode.history == "retokenized":
+        raise Offence(
+            "episode.history=retokenized trains on ids that were encoded, not sampled: it is not TITO"
+        )
+    pool = read_pool(experiment, run)
     chat, recompute = make_chat(experiment), make_recompute(experiment, run)
     total, steps, changed, replies, recomputed = count([]), 0, 0, 0, 0
     gap = gap_strict = 0.0
     for step in check_steps(run):
         trajectories = store.read_step(run / "trajectories", step)
         try:
-            check_step(experiment, chat, step, trajectories)
+            check_step(experiment, chat, pool, step, trajectories)
             if store.step_path(run / "advantages", step).exists():
                 inferred = store.read_advantages(run / "advantages", step)
                 rows = [t for t in trajectories if t.turns and t.reward is not None]
@@ -89,6 +97,7 @@ def audit_run(run: Path) -> dict:
     return {
         "steps": steps,
         "recomputed": recomputed,
+        "tasks_checked": pool is not None,
         "replies": replies,
         "changed_by_encoding_again": changed,
         "sampled": total.sampled,
@@ -98,6 +107,25 @@ def audit_run(run: Path) -> dict:
         "joins": dict(sorted(total.joins.items())),
         "drops": {f"{s},{u}": n for (s, u), n in sorted(total.drops.items())},
     }
+
+
+def read_config(run: Path) -> Experiment:
+    """What the run was. Raises ConfigError."""
+    path = run / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it holds no JSON object")
+        config = ConfigDict(config)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read, is this a run? {error}") from None
+    return read_experiment(config)
+
+
+def read_pool(experiment: Experiment, run: Path) -> Sequence[Task] | None:
+    """Item i is the task of trial i; None where the folder of tasks is gone. Raises TaskError."""
+    folder = Path(experiment.tasks.train or run / "tasks/train")
+    return shuffle_pool(load_tasks(folder), experiment.seed) if folder.is_dir() else None
 
 
 def check_steps(run: Path) -> list[int]:
@@ -122,7 +150,11 @@ def check_steps(run: Path) -> list[int]:
 
 
 def check_step(
-    experiment: Experiment, chat: Chat, step: int, trajectories: list[Trajectory]
+    experiment: Experiment,
+    chat: Chat,
+    pool: Sequence[Task] | None,
+    step: int,
+    trajectories: list[Trajectory],
 ) -> None:
     """What holds for every chunk of a step. Raises ValueError with the first that does not."""
     size = experiment.rollout.trials
@@ -131,25 +163,14 @@ def check_step(
         raise ValueError(
             f"its {size} trials are not there once each and in order: {trials[:5]} ..."
         )
-    for before, t in itertools.pairwise([None, *trajectories]):
-        place = f"trial {t.trial}, chunk {t.chunk}: "
-        if t.chunk:
-            if before is None or (t.trial, t.chunk) != (before.trial, before.chunk + 1):
-                raise ValueError(f"{place}the chunk before it is not there")
-            if (t.reward, t.verdict, t.status) != (before.reward, before.verdict, before.status):
-                raise ValueError(f"{place}another outcome than the chunk before it")
-        check_reward(experiment, t, place)
-        check_stream(experiment, t, place)
-        check_words(experiment, chat, t, place)
-        check_experts(experiment, t, step, place)
-
-
-def check_reward(experiment: Experiment, t: Trajectory, place: str) -> None:
-    """The reward is that of the verdict, by the configured rule."""
-    config = experiment.reward
-    wanted = t.verdict and reward(t.verdict, config.kind, config.scale)
-    if t.reward != wanted:
-        raise ValueError(f"{place}reward {t.reward}, the verdict gives {wanted}")
+    for _, chunks in itertools.groupby(trajectories, lambda t: t.trial):
+        chunks = list(chunks)
+        check_trial(experiment, pool, chunks)
+        for t in chunks:
+            place = f"trial {t.trial}, chunk {t.chunk}: "
+            check_stream(experiment, t, place)
+            check_words(experiment, chat, t, place)
+            check_experts(experiment, t, step, place)
 
 
 def check_stream(experiment: Experiment, t: Trajectory, place: str) -> None:
@@ -166,13 +187,20 @@ def check_stream(experiment: Experiment, t: Trajectory, place: str) -> None:
         raise ValueError(f"{place}token {outside[0]} is {t.tokens[outside[0]]}, no id of the model")
     if len(t.sampled) and t.sampled[0]:
         raise ValueError(f"{place}the first token is sampled, but nothing stands before it")
+    if len(t.tokens) > experiment.episode.max_context:
+        raise ValueError(f"{place}{len(t.tokens)} tokens are more than episode.max_context")
+    joins = ("strict",) if experiment.episode.history == "tokens" else ("strict", *REPAIRS)
     for i, turn in enumerate(t.turns):
         if turn.drifted:
             raise ValueError(
                 f"{place}turn {i} holds {turn.drifted} ids that the sampler did not say"
             )
-        if (turn.join == "split") != (i == 0):
+        if turn.join not in (joins if i else ("split",)):
             raise ValueError(f"{place}turn {i} is joined by {turn.join!r}")
+        s, u = turn.drop
+        within = 0 <= s <= MAX_PROMPT_DROP and 0 <= u <= MAX_REPLY_DROP
+        if not within or (turn.join == "normalized") != (s + u > 0):
+            raise ValueError(f"{place}turn {i}, joined by {turn.join!r}, dropped {turn.drop}")
 
 
 def check_words(experiment: Experiment, chat: Chat, t: Trajectory, place: str) -> None:
@@ -234,7 +262,7 @@ def check_experts(experiment: Experiment, t: Trajectory, step: int, place: str) 
 
 def before_repair(t: Trajectory) -> np.ndarray:
     """bool[N]: the tokens of turns that the sampler read as they stand."""
-    repaired = [i for i, turn in enumerate(t.turns) if turn.join in ("normalized", "retokenized")]
+    repaired = [i for i, turn in enumerate(t.turns) if turn.join in REPAIRS]
     return t.turn_index < min(repaired, default=len(t.turns))
 
 
@@ -249,6 +277,7 @@ def report(result: dict) -> str:
     lines = [
         f"{result['steps']} steps, {result['replies']} replies, {result['sampled']} sampled ids",
         f"recomputed from their weights: {result['recomputed']} of {result['steps']} steps",
+        f"tasks: {'those of the pool' if result['tasks_checked'] else 'not compared, their folder is gone'}",
         f"ids that the sampler did not say: {result['drift']}",
         f"trainer and sampler: {result['gap']:.3g} nats apart, {result['gap_strict']:.3g} before repairs",
         f"replies that encoding again would change: {share:.2%}",

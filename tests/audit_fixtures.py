@@ -1,16 +1,12 @@
 """Real runs of the tiny policy, and what an audit reads of them."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
-from t1jax.audit import check_step
-from t1jax.experiment import read_experiment
+from t1jax.audit import check_step, read_config, read_pool
 from t1jax.recompute import check_inferred, make_recompute
 from t1jax.rollout import store
 from t1jax.run import make_chat
@@ -59,8 +55,9 @@ class Recorded:
 
     def __init__(self, run: Path):
         self.run = run
-        self.experiment = read_experiment(ConfigDict(json.loads((run / "config.json").read_text())))
+        self.experiment = read_config(run)
         self.chat = make_chat(self.experiment)
+        self.pool = read_pool(self.experiment, run)
         self.recompute = make_recompute(self.experiment, run)
 
     def changed(self, step: int, change) -> list[Trajectory]:
@@ -72,7 +69,7 @@ class Recorded:
 
     def check(self, step: int, trajectories: list[Trajectory]) -> bool:
         """As audit_run does; whether the weights were there."""
-        check_step(self.experiment, self.chat, step, trajectories)
+        check_step(self.experiment, self.chat, self.pool, step, trajectories)
         rows = [t for t in trajectories if t.turns and t.reward is not None]
         again = self.recompute(step, rows)
         inferred = store.read_advantages(self.run / "advantages", step)

@@ -147,9 +147,10 @@ def other_id_and_digest(t):
 def prose_and_digest(t):
     """A reply that was no action becomes another one: what was run does not change."""
     said = np.array([*range(40, 60)], np.int32)[: len(t.turns[-1].sampled)]
-    return last_turn(
+    t = last_turn(
         t, sampled=said, digest=digest(said), finish="length", action="none", command=None
     )
+    return dataclasses.replace(last_turn(t, result=None), status="length")
 
 
 def context_as_sampled(t):
@@ -208,6 +209,11 @@ WRONG_ROWS = {
         (context_as_sampled, "turn 0 holds .* ids that the sampler did not say"),
         (lambda t: last_turn(t, version=0), "tokens of weights 0"),
         (lambda t: last_turn(t, join="split"), "is joined by 'split'"),
+        (lambda t: last_turn(t, join="glued"), "is joined by 'glued'"),
+        (lambda t: last_turn(t, join="strict"), r"joined by 'strict', dropped \(4, 0\)"),
+        (lambda t: last_turn(t, drop=(0, 0)), r"joined by 'normalized', dropped \(0, 0\)"),
+        (lambda t: last_turn(t, drop=(97, 0)), r"joined by 'normalized', dropped \(97, 0\)"),
+        (lambda t: last_turn(t, drop=(-1, 9)), r"joined by 'normalized', dropped \(-1, 9\)"),
         (lambda t: last_turn(t, command="rm -r /"), "turn . is .* 'rm -r /', its ids say"),
         (lambda t: last_turn(t, logprobs=t.turns[-1].logprobs + 9), "was sampled with log-prob"),
         (lambda t: last_turn(t, logprobs=t.turns[-1].logprobs - 99), "trainer and sampler differ"),
@@ -215,6 +221,10 @@ WRONG_ROWS = {
         (experts(same_expert_twice), r"token 3, layer 1 has experts \[(\d), \1\]"),
         (experts(unknown_expert), "token 3, layer 1 has experts .*99"),
         (experts(lambda rows: rows[:, :2]), r"experts \(2, 2\)"),
+        (lambda t: dataclasses.replace(t, status="cancelled"), "'cancelled' cannot follow its"),
+        (lambda t: dataclasses.replace(t, attempt=3), "attempt 3 of 3"),
+        (lambda t: dataclasses.replace(t, task="00000-copy"), r"task and family \['00000-copy'"),
+        (lambda t: dataclasses.replace(t, family="cut"), "task and family .* 'cut'.* gives"),
         (lambda t: dataclasses.replace(t, reward=1.0), "reward 1.0, the verdict gives"),
         (lambda t: dataclasses.replace(t, temperature=0.5), "temperature 0.5, the config's is 1"),
         (lambda t: dataclasses.replace(t, trial=t.trial + 1), "trials are not there once each"),
@@ -291,6 +301,18 @@ def test_a_changed_inference_is_named(stitched, name, step, message):
 
 
 @pytest.mark.slow
+def test_tasks_are_compared_while_their_folder_is_there(run, tmp_path):
+    copy = copied(run, tmp_path)
+    assert audit_run(copy)["tasks_checked"]
+    renamed = next((copy / "tasks/train").iterdir())
+    renamed.rename(renamed.with_name("99999-other"))
+    with pytest.raises(Offence, match="task and family"):
+        audit_run(copy)
+    shutil.rmtree(copy / "tasks")
+    assert not audit_run(copy)["tasks_checked"]
+
+
+@pytest.mark.slow
 def test_what_is_missing_is_named(run, tmp_path):
     process = start("t1jax.audit", f"--run={tmp_path}")
     _, err = process.communicate()
@@ -319,7 +341,7 @@ def test_what_is_missing_is_named(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_chunk_without_the_one_before_it_is_named(stitched):
-    check = functools.partial(check_step, stitched.experiment, stitched.chat, 0)
+    check = functools.partial(check_step, stitched.experiment, stitched.chat, stitched.pool, 0)
     stored = store.read_step(stitched.run / "trajectories", 0)
     again = dataclasses.replace(stored[3], chunk=2)
     with pytest.raises(ValueError, match=f"trial {again.trial}, chunk 2: the chunk before"):

@@ -257,8 +257,8 @@ def test_a_column_that_is_missing_or_of_another_type_is_named(tmp_path, rows, na
         assert f"column {name} lacks" in refused(tmp_path, table.set_column(place, name, nothing))
 
 
-def set_experts(**columns):
-    return lambda row: row | columns
+def columns(**changed):
+    return lambda row: row | changed
 
 
 def set_turn(name, value):
@@ -276,12 +276,12 @@ def set_token(name, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_experts(experts=b"123"), r"chunk 0: 3 bytes of experts are no uint(8|16)\["),
-        (set_experts(experts_dtype="object"), "chunk 0: experts of type 'object'"),
-        (set_experts(experts_dtype="no type"), "chunk 0: experts of type 'no type'"),
-        (set_experts(experts_shape=[-1, 4, 2]), "bytes of experts are no"),
-        (set_experts(experts_shape=[2**62, 2**62, 2]), "bytes of experts are no"),
-        (set_experts(experts_shape=None), "column experts_shape lacks a value"),
+        (columns(experts=b"123"), r"chunk 0: 3 bytes of experts are no uint(8|16)\["),
+        (columns(experts_dtype="object"), "chunk 0: experts of type 'object'"),
+        (columns(experts_dtype="no type"), "chunk 0: experts of type 'no type'"),
+        (columns(experts_shape=[-1, 4, 2]), "bytes of experts are no"),
+        (columns(experts_shape=[2**62, 2**62, 2]), "bytes of experts are no"),
+        (columns(experts_shape=None), "column experts_shape lacks a value"),
         (set_turn("context_tokens", -1), "its turns have .* tokens, its columns do not"),
         (set_turn("sampled_tokens", 99), "its turns have .* tokens, its columns do not"),
         (set_turn("join", None), "column turns.join lacks a value"),
