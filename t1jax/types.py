@@ -27,6 +27,7 @@ class Task:
     workdir: str | None
     agent_timeout_s: float
     verifier_timeout_s: float
+    live_processes: bool  # the tests talk to what the agent left running
     build_timeout_s: float
     docker_image: str | None
     cpus: float
@@ -140,7 +141,7 @@ class Verdict:
     """What the verifier said. `outcome` is the binary result, None where there was none at all.
 
     `cause` is "report" (per-assertion report read), or why there is none: "no_report", "no_tests",
-    "bad_report", "bad_reward", "no_outcome", "verifier_timeout", "verifier_crash", "infra".
+    "bad_report", "bad_reward", "no_outcome", "verifier_timeout", "verifier_crash", "tampered", "infra".
     """
 
     assertions: tuple[Assertion, ...]
@@ -328,6 +329,13 @@ class Sandbox(Protocol):
 
     async def end_agent(self) -> None:
         """Ends every process the agent started, for good; `run` is refused afterwards."""
+
+    async def changed(self) -> dict[str, Literal["added", "changed", "deleted"]]:
+        """Paths that are not as in the image, where the system's own folders can be written to; else {}."""
+
+    async def fork(self) -> "Sandbox":
+        """Another sandbox with the same files and network, but none of the processes. `run` is refused in it,
+        and from now on here, where processes go on."""
 
     async def execute(
         self, argv: list[str], timeout_s: float, env: Mapping[str, str], cwd: str | None

@@ -14,7 +14,7 @@ from t1jax.types import Task
 REQUIRED = ("task.toml", "instruction.md", "tests/test.sh")
 SECTIONS = {
     "agent": {"timeout_sec"},
-    "verifier": {"timeout_sec", "env"},
+    "verifier": {"timeout_sec", "env", "live_processes"},
     "environment": {
         *("build_timeout_sec", "docker_image", "cpus", "memory_mb", "storage_mb", "memory"),
         *("storage", "workdir", "network_mode", "allow_internet", "env"),
@@ -72,6 +72,7 @@ def load_task(path: Path) -> Task:
         workdir=read.text("environment", "workdir"),
         agent_timeout_s=read.number("agent", "timeout_sec", 600.0),
         verifier_timeout_s=read.number("verifier", "timeout_sec", 600.0),
+        live_processes=read.switch("verifier", "live_processes", False),
         build_timeout_s=read.number("environment", "build_timeout_sec", 600.0),
         docker_image=read.text("environment", "docker_image"),
         cpus=read.number("environment", "cpus", 1.0),
@@ -124,11 +125,15 @@ class _Reader:
             self._refuse(f"environment.{deprecated}", section[deprecated], 'a size such as "2G"')
         return size
 
+    def switch(self, section: str, key: str, default: bool) -> bool:
+        value = self.section(section).get(key, default)
+        if not isinstance(value, bool):
+            self._refuse(f"{section}.{key}", value, "true or false")
+        return value
+
     def network(self) -> str:
         section = self.section("environment")
-        internet = section.get("allow_internet", True)
-        if not isinstance(internet, bool):
-            self._refuse("environment.allow_internet", internet, "true or false")
+        internet = self.switch("environment", "allow_internet", True)
         mode = section.get("network_mode", "public" if internet else "no-network")
         if mode not in NETWORKS:
             self._refuse("environment.network_mode", mode, f"one of {', '.join(NETWORKS)}")

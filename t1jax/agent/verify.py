@@ -4,42 +4,57 @@ The agent's processes are ended first; /tests and /logs/verifier are made anew; 
 runs with an environment of our own and its exit code is ignored where it left results. The first line
 that holds decides:
 
-| found                                                          | cause            | outcome     |
-|----------------------------------------------------------------|------------------|-------------|
-| the sandbox failed                                             | infra            | none        |
-| time was up                                                    | verifier_timeout | none        |
-| no report, and killed by a signal (exit code 129..192)         | verifier_crash   | none        |
-| a reward file that is not a number in [0, 1]                   | bad_reward       | none        |
-| no reward file                                                 | no_outcome       | none        |
-| reward below 1, no report, its test runner could not be found  | infra            | none        |
-| ctrf.json with at least one test                               | report           | reward == 1 |
-| no ctrf.json                                                   | no_report        | reward == 1 |
-| ctrf.json without tests (a collection error)                   | no_tests         | reward == 1 |
-| ctrf.json that is no such report                               | bad_report       | reward == 1 |
+| found                                                           | cause            | outcome     |
+|-----------------------------------------------------------------|------------------|-------------|
+| the sandbox failed                                              | infra            | none        |
+| the system that tests rely on was tampered with (see tamper.py) | tampered         | False       |
+| time was up                                                     | verifier_timeout | none        |
+| a file of the tests was changed while they ran                  | tampered         | False       |
+| no report, and killed by a signal (exit code 129..192)          | verifier_crash   | none        |
+| a reward file that is not a number in [0, 1]                    | bad_reward       | none        |
+| no reward file                                                  | no_outcome       | none        |
+| reward below 1, no report, its test runner could not be found   | infra            | none        |
+| a report of at least one test                                   | report           | reward == 1 |
+| no report                                                       | no_report        | reward == 1 |
+| a report without tests (a collection error)                     | no_tests         | reward == 1 |
+| a report that cannot be read                                    | bad_report       | reward == 1 |
 
-The reward is reward.json where there is one (a number, or a dict of finite numbers: its "reward", else
-the least of them), even a broken one; else reward.txt (one number).
+The report is ctrf.json where there is one, even a broken one; else junit.xml. The reward is reward.json where
+there is one (a number, or a dict of finite numbers: its "reward", else the least of them), even a broken one;
+else reward.txt (one number).
+
+Tests that talk to a server which the agent left running (`live_processes = true` under [verifier]) run in a
+sandbox of their own that has the agent's files and shares its network, so no process of the agent's can reach
+what they write.
 """
 
-import json
-import math
+import contextlib
 import re
+from collections.abc import AsyncIterator
 from typing import Literal
 
-from t1jax.types import Assertion, ExecResult, Sandbox, SandboxError, Task, Verdict
+from t1jax.agent.report import read_report, read_reward
+from t1jax.agent.tamper import find_tampering, contents
+from t1jax.types import ExecResult, Sandbox, SandboxError, Task, Verdict
 
 LOGS = "/logs/verifier"
-MAX_REPORT = 4 << 20  # bytes of ctrf.json; a TermiGen report of 20 tests has about 10 kB
+MAX_REPORT = 4 << 20  # bytes; a TermiGen report of 20 tests has about 10 kB
 MAX_REWARD = 64 << 10
-MAX_NAME = 1000  # characters of a test's name; what is beyond is cut off
-OUTCOMES = ("report", "no_report", "no_tests", "bad_report")  # the causes that come with one
+OUTCOMES = ("report", "no_report", "no_tests", "bad_report", "tampered")  # the causes with one
 ENV = {
     # the image's own tools come before /usr/local, where an agent could have put others
     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin",
     "HOME": "/root",
     "LC_ALL": "C.UTF-8",
     "TERM": "dumb",
+    # No modules of the work folder, of the home folder, or compiled ones that others left.
+    "PYTHONSAFEPATH": "1",
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONPYCACHEPREFIX": f"{LOGS}/pycache",
 }
+# Else pytest reads a pytest.ini or conftest.py of the folders above, which the agent could write to.
+PYTEST = {"PYTEST_ADDOPTS": "-c /dev/null --rootdir=/tests --confcutdir=/tests"}
+PYTEST_CONFIGS = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
 RUNNER_MISSING = re.compile(
     r"^\S+: line \d+: (?:\S*/)?(?:uvx?|pytest|python3?|pip3?|npx|node): "
     r"(?:command not found|No such file or directory)$",
@@ -49,30 +64,59 @@ RUNNER_MISSING = re.compile(
 
 async def verify(task: Task, sandbox: Sandbox) -> Verdict:
     """Ends the agent, runs the task's tests and reads their verdict by the table above. Never raises."""
+    own = any((task.tests / name).exists() for name in PYTEST_CONFIGS)
+    env = ENV | ({} if own else PYTEST) | {**task.env, **task.verifier_env}
     try:
-        await sandbox.end_agent()
-        for folder in ("/tests", LOGS):
-            await sandbox.reset_folder(folder)
-        await sandbox.put("/tests", task.tests)
-        result = await sandbox.execute(
-            ["bash", "/tests/test.sh"],
-            task.verifier_timeout_s,
-            ENV | {**task.env, **task.verifier_env},
-            task.workdir,
-        )
-        report = await sandbox.get(f"{LOGS}/ctrf.json", MAX_REPORT)
-        reward_json = await sandbox.get(f"{LOGS}/reward.json", MAX_REWARD)
-        reward_txt = await sandbox.get(f"{LOGS}/reward.txt", MAX_REWARD)
+        async with _without_agent(task, sandbox) as place:
+            if found := await find_tampering(sandbox):
+                return Verdict((), False, "tampered", found, 0.0)
+            for folder in ("/tests", LOGS):
+                await place.reset_folder(folder)
+            await place.put("/tests", task.tests)
+            command = ["bash", "/tests/test.sh"]
+            result = await place.execute(command, task.verifier_timeout_s, env, task.workdir)
+            left = [
+                await place.get(f"{LOGS}/{name}", limit)
+                for name, limit in (
+                    ("ctrf.json", MAX_REPORT),
+                    ("junit.xml", MAX_REPORT),
+                    ("reward.json", MAX_REWARD),
+                    ("reward.txt", MAX_REWARD),
+                )
+            ]
+            if not result.timed_out:
+                for name, data in contents(task.tests):
+                    if await place.get(f"/tests/{name}", len(data)) != data:
+                        says = f"/tests/{name} was changed while the tests ran"
+                        return Verdict((), False, "tampered", says, result.seconds)
     except SandboxError as error:
         return Verdict((), None, "infra", str(error), 0.0)
-    return judge(result, report, reward_json, reward_txt)
+    return judge(result, *left)
+
+
+@contextlib.asynccontextmanager
+async def _without_agent(task: Task, sandbox: Sandbox) -> AsyncIterator[Sandbox]:
+    """Where the tests run: a place that no process of the agent's can write to."""
+    if not task.live_processes:
+        await sandbox.end_agent()
+        yield sandbox
+        return
+    place = await sandbox.fork()
+    try:
+        yield place
+    finally:
+        await place.close()
 
 
 def judge(
-    result: ExecResult, report: bytes | None, reward_json: bytes | None, reward_txt: bytes | None
+    result: ExecResult,
+    ctrf: bytes | None,
+    junit: bytes | None,
+    reward_json: bytes | None,
+    reward_txt: bytes | None,
 ) -> Verdict:
     """The table above as a pure function of what the verifier left."""
-    assertions, cause = read_report(report)
+    assertions, cause = read_report(ctrf, junit)
     outcome = None
     if result.timed_out:
         cause = "verifier_timeout"
@@ -86,51 +130,12 @@ def judge(
         else:
             if value is None:
                 cause = "no_outcome"
-            elif value < 1 and report is None and RUNNER_MISSING.search(result.output):
+            elif value < 1 and cause == "no_report" and RUNNER_MISSING.search(result.output):
                 cause = "infra"
             else:
                 outcome = value == 1
     kept = assertions if outcome is not None else ()
     return Verdict(kept, outcome, cause, result.output, result.seconds)
-
-
-def read_report(data: bytes | None) -> tuple[tuple[Assertion, ...], str]:
-    """The tests of a CTRF report, and "report" or why there are none."""
-    if data is None:
-        return (), "no_report"
-    try:
-        tests = json.loads(data)["results"]["tests"]
-        assertions = tuple(Assertion(_name(t["name"]), t["status"] == "passed") for t in tests)
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return (), "bad_report"
-    return assertions, "report" if assertions else "no_tests"
-
-
-def _name(value: object) -> str:
-    """A test's name, of characters that can be written: JSON may escape half a surrogate pair."""
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no name")
-    return value[:MAX_NAME].encode("utf-8", "replace").decode()
-
-
-def read_reward(reward_json: bytes | None, reward_txt: bytes | None) -> float | None:
-    """The verifier's own number in [0, 1]; None where it left none. ValueError for anything else."""
-    if reward_json is not None:
-        try:
-            value = json.loads(reward_json)
-        except RecursionError as error:
-            raise ValueError("reward.json is nested too deeply") from error
-        if not isinstance(value, dict):
-            return _unit(_finite(value))
-        numbers = {name: _finite(number) for name, number in value.items()}
-        if not numbers:
-            raise ValueError("reward.json is empty")
-        return (
-            _unit(numbers["reward"]) if "reward" in numbers else min(map(_unit, numbers.values()))
-        )
-    if reward_txt is not None:
-        return _unit(_finite(float(reward_txt.decode("ascii"))))
-    return None
 
 
 def reward(
@@ -150,21 +155,3 @@ def reward(
     if kind == "dense":
         return verdict.passing / scale
     return max(float(verdict.outcome), 0.4 * verdict.passing / len(verdict.assertions))
-
-
-def _finite(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{value!r} is not a number")
-    try:
-        number = float(value)
-    except OverflowError as error:
-        raise ValueError("an integer beyond every float") from error
-    if not math.isfinite(number):
-        raise ValueError(f"{value!r} is not finite")
-    return number
-
-
-def _unit(value: float) -> float:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{value!r} is not in [0, 1]")
-    return value

@@ -55,6 +55,10 @@ class NamespaceSandbox:
         `max_output`: bytes kept of a command's output, first and last half. Raises SandboxUnavailable
         where the machine or the task's environment does not allow it, SandboxError when a step fails.
         """
+        if task.live_processes:
+            raise SandboxUnavailable(
+                f"{task.path}: verifier.live_processes needs the docker sandbox"
+            )
         plan = dockerfile.read(task.environment)
         workdir = task.workdir or plan.workdir or WORKDIR
         env = {**ENV, **plan.env, **task.env}
@@ -105,6 +109,13 @@ class NamespaceSandbox:
     async def end_agent(self) -> None:
         """Ends every process inside, for good; `run` is refused afterwards."""
         await self._call({"op": "end_agent"})
+
+    async def changed(self) -> dict[str, str]:
+        """Nothing: the system's folders are the host's, read-only."""
+        return {}
+
+    async def fork(self) -> "NamespaceSandbox":
+        raise SandboxError("the namespace sandbox cannot be forked: use the docker sandbox")
 
     async def reset_folder(self, path: str) -> None:
         """Makes `path` a fresh empty folder, whatever stood there, following no link."""

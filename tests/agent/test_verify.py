@@ -5,8 +5,9 @@ import json
 
 import pytest
 
+from t1jax.agent.report import MAX_NAME, read_report
 from t1jax.agent.task import load_task
-from t1jax.agent.verify import MAX_NAME, judge, read_report, reward, verify
+from t1jax.agent.verify import judge, reward, verify
 from t1jax.sandbox.namespace import NamespaceSandbox, SandboxUnavailable, check_available
 from t1jax.types import Assertion, ExecResult, Verdict
 
@@ -89,22 +90,51 @@ def ended(code=0, output="", timed_out=False) -> ExecResult:
     ],
 )
 def test_table(result, ctrf, reward_json, reward_txt, cause, outcome):
-    verdict = judge(result, ctrf, reward_json, reward_txt)
+    verdict = judge(result, ctrf, None, reward_json, reward_txt)
     assert (verdict.cause, verdict.outcome) == (cause, outcome)
     assert (len(verdict.assertions) > 0) == (cause == "report")
     assert (reward(verdict) is None) == (outcome is None)
 
 
 def test_only_passed_tests_pass():
-    assertions, cause = read_report(report("passed", "failed", "skipped", "pending", "other"))
+    assertions, cause = read_report(report("passed", "failed", "skipped", "pending", "other"), None)
     assert cause == "report" and [a.passed for a in assertions] == [True] + [False] * 4
+
+
+JUNIT = b"""<?xml version="1.0"?><testsuites><testsuite name="pytest">
+<testcase classname="a" name="good"/><testcase name="bad"><failure message="&lt;"/></testcase>
+<testcase name="broken"><error/></testcase><testcase name="left out"><skipped/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_junit_counts_where_there_is_no_ctrf():
+    assertions, cause = read_report(None, JUNIT)
+    assert cause == "report"
+    names = [("a::good", True), ("bad", False), ("broken", False), ("left out", False)]
+    assert [(a.name, a.passed) for a in assertions] == names
+    assert read_report(report("passed"), JUNIT)[0] == (Assertion("t0", True),)
+    assert read_report(b"{", JUNIT) == ((), "bad_report")
+
+
+@pytest.mark.parametrize(
+    ("junit", "cause"),
+    [
+        (b"<testsuites/>", "no_tests"),
+        (b"<testcase/>", "bad_report"),
+        (b"<testsuite>", "bad_report"),
+        (b"", "bad_report"),
+        (b'<!DOCTYPE x [<!ENTITY a "aaaa">]><testcase name="&a;"/>', "bad_report"),
+    ],
+)
+def test_junit_that_is_no_report(junit, cause):
+    assert read_report(None, junit) == ((), cause)
 
 
 def test_names_are_short_and_can_be_written():
     tests = (
         b'[{"name": "caf\\u00e9 \\ud83d", "status": "passed"}, {"name": "%s", "status": "failed"}]'
     )
-    (odd, long), _ = read_report(b'{"results": {"tests": %s}}' % (tests % (b"x" * 10**6)))
+    (odd, long), _ = read_report(b'{"results": {"tests": %s}}' % (tests % (b"x" * 10**6)), None)
     assert odd == Assertion("café ?", True)
     assert long == Assertion("x" * MAX_NAME, False)
 
@@ -227,3 +257,33 @@ def test_a_dead_sandbox_is_infrastructure(graded, tmp_path):
 
     verdict = asyncio.run(main())
     assert (verdict.cause, verdict.outcome) == ("infra", None)
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        # Modules of the work folder, in place of those of the library.
+        ["printf 'import os\\nos._exit(0)\\n' | tee json.py os.py posixpath.py > /dev/null"],
+        [
+            "mkdir -p ~/.local/lib/python3.11/site-packages; echo 'import os; os._exit(0)' |"
+            " tee ~/.local/lib/python3.11/site-packages/{usercustomize.py,x.pth} > /dev/null"
+        ],
+    ],
+)
+def test_python_reads_nothing_of_the_agents(graded, commands):
+    script = (
+        "python3 -m json.tool /dev/null &> /dev/null && exit\n"  # it must fail: no JSON
+        "python3 -c 'import os, json; raise SystemExit(not os.path.exists(\"/app/done\"))'\n"
+        "echo $((! $?)) > /logs/verifier/reward.txt\n"
+    )
+    verdict = graded(script, *commands)
+    assert (verdict.outcome, verdict.cause) == (False, "no_report")
+
+
+def test_tests_that_change_themselves_are_flagged(graded):
+    """The agent's own work, run by the tests, could rewrite what has not run yet."""
+    script = "bash /app/work\ntrue\necho 0 > /logs/verifier/reward.txt\n"
+    attack = "echo 'echo \"echo 1 > /logs/verifier/reward.txt\" > /tests/test.sh' > work"
+    verdict = graded(script, attack)
+    assert (verdict.cause, verdict.outcome, reward(verdict)) == ("tampered", False, 0.0)
+    assert verdict.output == "/tests/test.sh was changed while the tests ran"
