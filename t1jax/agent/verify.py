@@ -34,7 +34,7 @@ from collections.abc import AsyncIterator
 from typing import Literal
 
 from t1jax.agent.report import read_report, read_reward
-from t1jax.agent.tamper import find_tampering, contents
+from t1jax.agent.tamper import contents, find_tampering
 from t1jax.types import ExecResult, Sandbox, SandboxError, Task, Verdict
 
 LOGS = "/logs/verifier"
