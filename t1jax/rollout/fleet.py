@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t1jax.rollout.admission import TokenBucket
+from t1jax.admission import TokenBucket
 from t1jax.rollout.member import Member, each
 from t1jax.rollout.server import ServerConfig
 from t1jax.rollout.sglang import EngineModel, Settings, update_body

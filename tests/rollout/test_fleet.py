@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from fleet_fixtures import FLEET, QWEN3, QWEN3_5, logp, make_fleet
 
+from t1jax.admission import TokenBucket
 from t1jax.model.hf import by_path, export_params, export_tensors
 from t1jax.model.hf_files import Shards
 from t1jax.model.lm import init_policy
-from t1jax.rollout.admission import TokenBucket
 from t1jax.rollout.server import ROOT
 from t1jax.rollout.tensors import buckets, pack
 from t1jax.types import SamplerError
