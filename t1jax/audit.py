@@ -131,11 +131,14 @@ def read_pool(experiment: Experiment, run: Path) -> Sequence[Task] | None:
 def check_steps(run: Path) -> list[int]:
     """The steps stored: all from 0 on, with all that is written of a step. Raises Offence.
 
-    Only the last may lack metrics and advantages, where a kill came between; but not behind a checkpoint.
+    Only the last may lack metrics and advantages, where a kill came between; but not behind a checkpoint. A run
+    that goes on drops what is behind its checkpoint, the metrics first: a kill then may leave several.
     """
     stored, inferred = (store.steps(run / name) for name in ("trajectories", "advantages"))
     trained = [line["step"] for line in read_metrics(run)]
-    done = max([*stored, *(step + 1 for step in trained), *saved_steps(run)], default=0)
+    saved, measured = saved_steps(run), max(trained, default=-1) + 1
+    dropping = measured in (0, *saved)
+    done = max([measured, *saved, *([] if dropping else stored)])
     for step in range(done):
         for name, there in (
             ("trajectories", stored),

@@ -118,6 +118,19 @@ def test_a_step_cut_short_may_only_be_the_last(tokens, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_killed_while_it_drops_what_is_behind_its_checkpoint_passes(tokens, tmp_path):
+    copy = copied(tokens, tmp_path)
+    shutil.rmtree(copy / "checkpoints/000004")
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").unlink()
+    (copy / "metrics.jsonl").write_text("".join(lines[:2]))
+    assert audit_run(copy)["steps"] == 4
+    store.step_path(copy / "trajectories", 1).unlink()
+    with pytest.raises(Offence, match="step 1 was trained on, but its trajectories are not there"):
+        audit_run(copy)
+
+
+@pytest.mark.slow
 def test_without_the_initial_policy_fewer_steps_are_recomputed(run, tmp_path):
     copy = copied(run, tmp_path)
     config = json.loads((copy / "config.json").read_text())
