@@ -43,6 +43,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.tasks = dict(
         train="",  # a folder of Harbor tasks; "" = generate `train_count` of them
         eval="",
+        preflight="",  # a file that t1jax.preflight made: tasks that are unfit are left out
         train_count=2048,
         eval_count=256,
         seed=0,

@@ -33,10 +33,14 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class TaskConfig:
-    """Which tasks: folders of Harbor tasks, or "" for `*_count` generated ones."""
+    """Which tasks: folders of Harbor tasks, or "" for `*_count` generated ones.
+
+    preflight: the file that t1jax.preflight wrote of the training tasks, whose unfit ones are left out; "" for none.
+    """
 
     train: str
     eval: str
+    preflight: str
     train_count: int
     eval_count: int
     seed: int

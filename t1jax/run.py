@@ -1,5 +1,6 @@
 """What the mains build alike from an Experiment: task pools, sampler, collector settings, first state."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from t1jax.agent.chat import Chat
+from t1jax.agent.fitness import fit_tasks, read_lines
 from t1jax.agent.generate import Split, generate
 from t1jax.agent.task import load_tasks
 from t1jax.agent.template import TemplateError
@@ -32,7 +34,15 @@ def load_pool(experiment: Experiment, split: Split, workdir: Path) -> list[Task]
     tasks = experiment.tasks
     folder = tasks.train if split == "train" else tasks.eval
     if folder:
-        return load_tasks(Path(folder))
+        loaded = load_tasks(Path(folder))
+        if split == "eval" or not tasks.preflight:
+            return loaded
+        found = Path(tasks.preflight)
+        pool = fit_tasks(loaded, read_lines(found.read_text(), found), found)
+        print(
+            f"left out {len(loaded) - len(pool)} of {len(loaded)} tasks as unfit", file=sys.stderr
+        )
+        return pool
     count = tasks.train_count if split == "train" else tasks.eval_count
     generate(workdir / "tasks" / split, split, count, tasks.seed)
     return load_tasks(workdir / "tasks" / split)

@@ -1,15 +1,19 @@
 """Preflight: generated tasks are fit, and each way of being unfit is named."""
 
 import asyncio
-import json
 import subprocess
 import sys
 
 import pytest
 
+from configs import tiny
+from t1jax.agent.decontaminate import index
+from t1jax.agent.fitness import read_lines
 from t1jax.agent.generate import generate
-from t1jax.agent.task import load_tasks
-from t1jax.preflight import check_tasks, table
+from t1jax.agent.task import TaskError, load_tasks
+from t1jax.experiment import read_experiment
+from t1jax.preflight import CONTAMINATED, check_tasks, table
+from t1jax.run import load_pool
 from t1jax.sandbox.namespace import NamespaceSandbox, SandboxUnavailable, check_available
 
 PASS = 'echo \'{"results": {"tests": [{"name": "a", "status": "passed"}]}}\' > /logs/verifier/ctrf.json\n'
@@ -36,8 +40,9 @@ def write_task(path, test_sh, solve_sh="touch done\n", dockerfile="FROM scratch\
         (path / "solution/solve.sh").write_text(solve_sh)
 
 
-def check(folder):
-    return asyncio.run(check_tasks(load_tasks(folder), NamespaceSandbox.start))
+def check(folder, known=()):
+    tasks = load_tasks(folder)
+    return asyncio.run(check_tasks(tasks, NamespaceSandbox.start, "namespace", 4, dict(known)))
 
 
 def test_generated_tasks_are_fit(tmp_path):
@@ -76,18 +81,69 @@ def preflight(*arguments):
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_the_command(tmp_path):
+def test_the_command_goes_on_from_its_file(tmp_path):
     write_task(tmp_path / "t/good", PASS + VERDICT)
-    ended = preflight(f"--tasks={tmp_path}/t", f"--out={tmp_path}/found.json")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[-1] == "1 of 1 tasks are fit"
-    (record,) = json.loads((tmp_path / "found.json").read_text())
-    assert (record["task"], record["assertions"], record["noop"]) == ("good", 1, 1)
-
     write_task(tmp_path / "t/unfit", VERDICT, "false\n")
-    ended = preflight(f"--tasks={tmp_path}/t")
-    assert ended.returncode == 1
+    arguments = (f"--tasks={tmp_path}/t", f"--out={tmp_path}/found.jsonl")
+    ended = preflight(*arguments)
+    assert ended.returncode == 1, ended.stderr
     assert ended.stdout.splitlines()[-1] == "1 of 2 tasks are fit"
+    first = {f.task: f for f in read_lines((tmp_path / "found.jsonl").read_text(), tmp_path)}
+    good = first["good"]
+    assert (good.assertions, good.noop, good.sandbox, good.problem) == (1, 1, "namespace", "")
+    assert good.size == sum(p.stat().st_size for p in tmp_path.rglob("t/good/**/*") if p.is_file())
+
+    # A kill cut the last line; one task was mended since; another is new.
+    with open(tmp_path / "found.jsonl", "a") as file:
+        file.write('{"task": "go')
+    (tmp_path / "t/unfit/solution/solve.sh").write_text("touch done\n")
+    write_task(tmp_path / "t/new", VERDICT)
+    ended = preflight(*arguments)
+    assert ended.returncode == 0, ended.stdout
+    second = {f.task: f for f in read_lines((tmp_path / "found.jsonl").read_text(), tmp_path)}
+    assert second["good"] == good and set(second) == {"good", "unfit", "new"}
+    assert not any(f.problem for f in second.values())
+
+
+def test_a_task_that_shares_words_with_the_evaluation_set_is_unfit(tmp_path):
+    words = [f"word{i}" for i in range(30)]
+    for name, said in (("same", words[10:23]), ("near", words[10:22])):
+        write_task(tmp_path / "t" / name, VERDICT)
+        (tmp_path / "t" / name / "instruction.md").write_text("Now: " + ", ".join(said).upper())
+    write_task(tmp_path / "eval/one", VERDICT)
+    (tmp_path / "eval/one/instruction.md").write_text(" ".join(words))
+    near, same = check(tmp_path / "t", index(load_tasks(tmp_path / "eval")))
+    assert near.problem == ""
+    assert same.problem == f"{CONTAMINATED} one: {' '.join(words[10:23])}"
+    assert check(tmp_path / "eval", index(load_tasks(tmp_path / "t")))[0].problem.startswith(
+        f"{CONTAMINATED} same: word10"
+    )
+
+
+def test_a_short_instruction_is_shared_as_a_whole(tmp_path):
+    write_task(tmp_path / "t/a", VERDICT)
+    assert check(tmp_path / "t", {("do", "it"): "b"})[0].problem == f"{CONTAMINATED} b: do it"
+
+
+def test_a_run_leaves_out_what_is_unfit(tmp_path, capsys):
+    write_task(tmp_path / "t/good", PASS + VERDICT)
+    write_task(tmp_path / "t/unfit", VERDICT, "false\n")
+    preflight(f"--tasks={tmp_path}/t", f"--out={tmp_path}/found.jsonl")
+    config = tiny.get_config()
+    config.tasks.train, config.tasks.preflight = f"{tmp_path}/t", f"{tmp_path}/found.jsonl"
+    experiment = read_experiment(config)
+    assert [task.name for task in load_pool(experiment, "train", tmp_path)] == ["good"]
+    assert capsys.readouterr().err == "left out 1 of 2 tasks as unfit\n"
+
+    (tmp_path / "t/good/instruction.md").write_text("Do something else.")
+    with pytest.raises(TaskError, match="good is not as it was when it was checked; run"):
+        load_pool(experiment, "train", tmp_path)
+    write_task(tmp_path / "t/also", VERDICT)
+    with pytest.raises(TaskError, match="t/also was not checked; run"):
+        load_pool(experiment, "train", tmp_path)
+    (tmp_path / "found.jsonl").write_text("{}\n")
+    with pytest.raises(TaskError, match="line 1: no record of a preflight"):
+        load_pool(experiment, "train", tmp_path)
 
 
 @pytest.mark.parametrize(
