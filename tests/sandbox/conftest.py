@@ -20,6 +20,7 @@ def make_task(environment, **fields) -> Task:
         "workdir": None,
         "agent_timeout_s": 60.0,
         "verifier_timeout_s": 60.0,
+        "live_processes": False,
         "build_timeout_s": 60.0,
         "docker_image": None,
         "cpus": 1.0,
