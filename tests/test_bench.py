@@ -62,7 +62,8 @@ def test_a_narrow_row_is_the_engines_own():
     server = routes_server.Server(3000, 2, 3, 256)
     slots = server.slots[100:2900]
     text = routes_server.encode(server.narrow(slots))
-    small = dataclasses.replace(routes.MODEL, layers=2, experts_per_token=3)
+    sizes = routes.SIZES | {"num_hidden_layers": 2, "num_experts_per_tok": 3}
+    small = dataclasses.replace(routes.MODEL, sizes=sizes)
     found, begin, width = read_experts(text, 2900, 100, small, (1, 2, 4))
     assert (begin, width) == (100, 1)
     np.testing.assert_array_equal(found, server.buffer[slots])

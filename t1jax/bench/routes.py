@@ -129,7 +129,7 @@ def client_parts(turns: list[tuple[int, int]], dtype: type) -> dict[str, float]:
 @contextlib.contextmanager
 def serving() -> Iterator[str]:
     """The address of routes_server.py in a process of its own."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     shape = map(str, (port, TOKENS, LAYERS, TOP, EXPERTS))
     process = subprocess.Popen(
         [sys.executable, "-m", "t1jax.bench.routes_server", *shape],
