@@ -63,6 +63,7 @@ stop() {
     if ((! ${#found[@]})); then
       break
     fi
+    kill -STOP $watched "${found[@]}" # so that none goes on when what it waits for is killed
     kill -9 "${found[@]}"
     pause
   done
