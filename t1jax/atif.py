@@ -1,8 +1,8 @@
 """Trials as ATIF documents (see atif_format.py) and as Harbor's rollout details, and documents as transcripts.
 
 A document holds one stream. A trial of several chunks is a document each: `continued_trajectory_ref` names the next
-one's file, which begins with the steps before it as copied context. `session_id` is the run, `extra` of the
-document what became of the trial.
+one's file. What its prompt repeats are steps of copied context. `session_id` is the run, `extra` of the document what
+became of the trial.
 
 A step's prompt is the stream up to its reply, which is what the sampler read, but behind a repair of a text history
 (`extra.join` of the metrics, see agent/stitch.py). The experts of its tokens are in the rollout details alone: as JSON
@@ -16,7 +16,7 @@ import numpy as np
 
 from t1jax.agent.action import Malformed, Protocol, Submit, parse
 from t1jax.atif_format import VERSION, AtifError, check
-from t1jax.transcript import Exchange, Transcript
+from t1jax.transcript import SUMMARY, Exchange, Transcript
 from t1jax.types import Trajectory, Turn
 
 AGENT = {"name": "t1jax", "version": "1"}
@@ -29,30 +29,30 @@ def file_names(name: str, count: int) -> list[str]:
 
 
 def documents(
-    chunks: Sequence[Trajectory], transcript: Transcript, protocol: Protocol, run: str, name: str
+    chunks: Sequence[Trajectory],
+    transcripts: Sequence[Transcript],
+    protocol: Protocol,
+    run: str,
+    name: str,
 ) -> list[dict]:
     """A document a chunk, chunks of one trial in order; `run` and `name` tell it from others."""
     files, out, done = file_names(name, len(chunks)), [], 0
-    for i, chunk in enumerate(chunks):
-        said = zip(_turns(chunks), transcript.exchanges, strict=True)
-        steps = _opening(transcript)
-        steps += [_agent_step(*pair, protocol, 3 + n) for n, pair in enumerate(said)]
-        steps = steps[: 2 + done + len(chunk.turns)]
-        if i:
-            for step in steps[: 2 + done]:
-                step["is_copied_context"] = True
-        for step, turn, prompt in zip(steps[2 + done :], chunk.turns, _prompts(chunk), strict=True):
+    turns = [turn for chunk in chunks for turn in chunk.turns]
+    for i, (chunk, transcript) in enumerate(zip(chunks, transcripts, strict=True)):
+        done += len(chunk.turns)
+        steps = _steps(transcript, turns, done, protocol)
+        replies = [step for step in steps if step["source"] == "agent"][-len(chunk.turns) :]
+        for step, turn, prompt in zip(replies, chunk.turns, _prompts(chunk), strict=True):
             step |= {"model_name": f"policy-{turn.version}", "metrics": _metrics(turn, prompt)}
-        metrics = [step["metrics"] for step in steps[2 + done :]]
         document = {
             "schema_version": VERSION,
             "session_id": run,
             "trajectory_id": f"{run}/{files[i].removesuffix('.json')}",
             "agent": AGENT | {"extra": {"protocol": protocol}},
-            "steps": steps,
+            "steps": [{"step_id": number} | step for number, step in enumerate(steps, 1)],
             "final_metrics": {
-                "total_prompt_tokens": sum(m["prompt_tokens"] for m in metrics),
-                "total_completion_tokens": sum(m["completion_tokens"] for m in metrics),
+                "total_prompt_tokens": sum(s["metrics"]["prompt_tokens"] for s in replies),
+                "total_completion_tokens": sum(len(turn.sampled) for turn in chunk.turns),
                 "total_steps": len(steps),
             },
             "extra": outcome(chunk),
@@ -60,7 +60,6 @@ def documents(
         if i + 1 < len(chunks):
             document["continued_trajectory_ref"] = files[i + 1]
         out.append(document)
-        done += len(chunk.turns)
     return out
 
 
@@ -156,10 +155,6 @@ def _text(content: str | list, place: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _turns(chunks: Sequence[Trajectory]) -> list[Turn]:
-    return [turn for chunk in chunks for turn in chunk.turns]
-
-
 def _prompts(chunk: Trajectory) -> list[np.ndarray]:
     """The stream up to each reply, i32[*]."""
     tokens, end, out = chunk.tokens, 0, []
@@ -169,37 +164,47 @@ def _prompts(chunk: Trajectory) -> list[np.ndarray]:
     return out
 
 
-def _opening(transcript: Transcript) -> list[dict]:
-    return [
-        {"step_id": 1, "source": "system", "message": transcript.system},
-        {"step_id": 2, "source": "user", "message": transcript.task},
+def _steps(
+    transcript: Transcript, turns: Sequence[Turn], end: int, protocol: Protocol
+) -> list[dict]:
+    """Without their numbers. The transcript's exchanges are those of the turns before `end`."""
+    steps = [
+        {"source": "system", "message": transcript.system},
+        {"source": "user", "message": transcript.task},
     ]
-
-
-def _agent_step(turn: Turn, exchange: Exchange, protocol: Protocol, number: int) -> dict:
-    step = {"step_id": number, "source": "agent", "message": exchange.reply}
-    calls = _calls(turn, exchange.reply, protocol)
-    if calls:
-        step["tool_calls"] = [
-            {
-                "tool_call_id": f"call_{number}_{i + 1}",
-                "function_name": name,
-                "arguments": arguments,
-            }
-            for i, (name, arguments) in enumerate(calls)
+    if transcript.exchanges[0].copied:
+        for step in steps:
+            step["is_copied_context"] = True
+    begin = end - len(transcript.exchanges)
+    for i, exchange in enumerate(transcript.exchanges, begin):
+        step = {"source": "agent", "message": exchange.reply}
+        calls = [
+            {"tool_call_id": f"call_{i}_{n}", "function_name": name, "arguments": arguments}
+            for n, (name, arguments) in enumerate(_calls(turns[i], exchange.reply, protocol), 1)
         ]
-    if exchange.observation is not None:
-        result = {"content": exchange.observation}
-        if len(calls) == 1:  # what several of them printed is one text
-            result["source_call_id"] = step["tool_calls"][0]["tool_call_id"]
-        if turn.result:
-            result["extra"] = {
-                "exit_code": turn.result.exit_code,
-                "seconds": turn.result.seconds,
-                "timed_out": turn.result.timed_out,
-            }
-        step["observation"] = {"results": [result]}
-    return step
+        if calls:
+            step["tool_calls"] = calls
+        if exchange.copied:
+            step["is_copied_context"] = True
+        steps.append(step)
+        if turns[i + 1 : end] and turns[i + 1].action == SUMMARY:
+            steps.append({"source": "user", "message": exchange.observation})
+        elif exchange.observation is not None:
+            step["observation"] = {"results": [_result(turns[i], exchange.observation, calls)]}
+    return steps
+
+
+def _result(turn: Turn, content: str, calls: list[dict]) -> dict:
+    result = {"content": content}
+    if len(calls) == 1:  # what several of them printed is one text
+        result["source_call_id"] = calls[0]["tool_call_id"]
+    if turn.result:
+        result["extra"] = {
+            "exit_code": turn.result.exit_code,
+            "seconds": turn.result.seconds,
+            "timed_out": turn.result.timed_out,
+        }
+    return result
 
 
 def _calls(turn: Turn, reply: str, protocol: Protocol) -> list[tuple[str, dict]]:

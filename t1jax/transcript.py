@@ -9,14 +9,16 @@ import numpy as np
 from t1jax.agent.chat import SPECIAL_TOKENS, Chat, Rendered
 from t1jax.agent.history import Kind
 from t1jax.agent.template import MARKS, conversation
-from t1jax.types import Trajectory
+from t1jax.types import Trajectory, Turn
+
+SUMMARY = "summary"  # the action of a turn that ends a chunk: the next one opens with what it says
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """A reply of the model, and what was read next; None where nothing followed.
+    """A reply of the model, and what followed it; None where nothing did.
 
-    copied: it was said elsewhere, and stands here as context.
+    copied: it was said in another stream, and stands here as context.
     """
 
     reply: str
@@ -26,7 +28,7 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Transcript:
-    """system: None where none is known. resolved: the verifier's outcome, None where that is not known."""
+    """What one stream holds. system: None where none is known. resolved: the outcome, None where not known."""
 
     system: str | None
     task: str
@@ -44,12 +46,15 @@ class Glue(NamedTuple):
     after_observation: str
 
 
-def make_transcribe(chat: Chat, history: Kind) -> Callable[[Sequence[Trajectory]], Transcript]:
-    """A function of the chunks of a trial, in order, which needs at least one turn.
+def make_transcribe(
+    chat: Chat, history: Kind
+) -> Callable[[Sequence[Trajectory]], list[Transcript]]:
+    """A function of the chunks of a trial with at least one turn, in order: a transcript for each.
 
-    Observations are what the model read, off its own tokens; only the last one, which it did not read any more,
-    is what the command printed. The function raises ValueError, naming the turn, where the tokens are not those
-    of the chat; so does this one for history "retokenized", of which not all replies are kept.
+    A chunk whose prompt was rendered anew repeats what was said before it; one behind a summary does not. What
+    followed a reply is what the model read, off its own tokens; only where it read nothing more, it is what the command
+    printed. The function raises ValueError, naming the turn, where the tokens are not those of the chat; so does
+    this one for history "retokenized", of which not all replies are kept.
     """
     if history == "retokenized":
         raise ValueError('history "retokenized" does not keep what was sampled')
@@ -70,21 +75,31 @@ def make_transcribe(chat: Chat, history: Kind) -> Callable[[Sequence[Trajectory]
             raise ValueError("lacks the message that the template writes")
         return _without(text, glue.after_observation)
 
-    def transcribe(chunks: Sequence[Trajectory]) -> Transcript:
+    def exchange(turn: Turn, after: Turn | None, copied: bool) -> Exchange:
+        printed = turn.result.output if turn.result else None
+        heard = observation(after.context) if after else printed
+        return Exchange(chat.reply_text(turn.sampled), heard, copied)
+
+    def transcribe(chunks: Sequence[Trajectory]) -> list[Transcript]:
+        out = []
         turns = [turn for chunk in chunks for turn in chunk.turns]
-        i = 0
-        try:
-            system, task = opening(turns[0].context)
-            exchanges = []
-            for i, turn in enumerate(turns[1:], 1):
-                read = observation(turn.context)
-                exchanges.append(Exchange(chat.reply_text(turns[i - 1].sampled), read))
-        except ValueError as error:
-            raise ValueError(f"trial {chunks[0].trial}, turn {i}: its context {error}") from None
-        last = turns[-1]
-        printed = last.result.output if last.result else None
-        exchanges.append(Exchange(chat.reply_text(last.sampled), printed))
-        return Transcript(system, task, tuple(exchanges), chunks[0].resolved)
+        begin = end = 0  # of what the chunk's stream repeats and says, in turns
+        for chunk in chunks:
+            if end and turns[end - 1].action == SUMMARY:
+                begin = end
+            here, end = end, end + len(chunk.turns)
+            exchanges, i = [], begin
+            try:
+                system, task = opening(turns[begin].context)
+                for i in range(begin, end):
+                    last = i + 1 == len(turns) or turns[i].action == SUMMARY
+                    after = None if last else turns[i + 1]
+                    exchanges.append(exchange(turns[i], after, copied=i < here))
+            except ValueError as error:
+                place = f"trial {chunk.trial}, turn {i}"
+                raise ValueError(f"{place}: a message around it {error}") from None
+            out.append(Transcript(system, task, tuple(exchanges), chunk.resolved))
+        return out
 
     return transcribe
 

@@ -128,7 +128,7 @@ def test_steps_say_what_was_done(exported, said, tasks):
     assert [call["function_name"] for call in calls] == ["bash"] * len(tasks[0][1]) + ["submit"]
     assert [call["arguments"] for call in calls[:-1]] == [{"command": c} for c in tasks[0][1]]
     (result,) = steps[0]["observation"]["results"]
-    assert result["source_call_id"] == calls[0]["tool_call_id"]
+    assert result["source_call_id"] == calls[0]["tool_call_id"] == "call_0_1"
     assert result["extra"]["exit_code"] == 0
     assert "observation" not in steps[-1] and steps[0]["model_name"] == "policy-7"
     assert document["extra"]["status"] == "submitted" and document["extra"]["resolved"] is True
@@ -200,6 +200,28 @@ def test_a_trial_of_two_chunks_is_two_documents(tasks):
     assert_details(chunks)
 
 
+def test_a_chunk_behind_a_summary_is_a_document_of_its_own(recorded, chat):
+    """As if the third turn of the last trial had been asked for a summary, and the rest went on from it."""
+    t = recorded[3]
+    turns = list(t.turns[:5])
+    summary = dataclasses.replace(turns[2], action="summary", command=None)
+    opening = chat.opening(SYSTEM["bash"], "task and summary")
+    fresh = dataclasses.replace(turns[3], context=opening, join="split")
+    parts = [[*turns[:2], summary], [fresh, turns[4]]]
+    chunks = [dataclasses.replace(t, chunk=i, turns=tuple(p)) for i, p in enumerate(parts)]
+    first, second = documents(
+        chunks, make_transcribe(chat, "tokens")(chunks), "bash", "run", "trial"
+    )
+    check(first), check(second)
+    sources = [step["source"] for step in first["steps"]]
+    assert sources == ["system", "user", "agent", "agent", "user", "agent"]
+    assert "observation" not in first["steps"][3] and "tool_calls" not in first["steps"][5]
+    assert [e.observation for e in read(first).exchanges] == ["0", "1", "2\n"]
+    assert read(second).task == "task and summary"
+    assert [e.observation for e in read(second).exchanges] == ["3", "4\n"]
+    assert not any("is_copied_context" in step for step in second["steps"])
+
+
 def test_terminus_calls_are_terminus_2s(tasks, chat):
     def reply(*keys, done):
         commands = [{"keystrokes": f"{k}\n", "duration": 0.1} for k in keys]
@@ -231,7 +253,7 @@ def test_tokens_of_another_chat_are_named(recorded, chat):
     transcribe = make_transcribe(chat, "tokens")
     t = recorded[2]
     turns = [*t.turns[:2], dataclasses.replace(t.turns[2], context=t.turns[2].context[:-1])]
-    with pytest.raises(ValueError, match="trial 2, turn 2: its context does not end as"):
+    with pytest.raises(ValueError, match="trial 2, turn 1: a message around it does not end as"):
         transcribe([dataclasses.replace(t, turns=tuple(turns))])
     with pytest.raises(ValueError, match="retokenized"):
         make_transcribe(chat, "retokenized")
@@ -290,7 +312,7 @@ CALL = {"tool_call_id": "a", "function_name": "f", "arguments": {}}
         ),
         (
             put("steps", 3, "tool_calls", value=[CALL]),
-            "steps[3].observation.results[0]: source_call_id 'call_4_1' is no call here",
+            "steps[3].observation.results[0]: source_call_id 'call_1_1' is no call here",
         ),
         (put("steps", 3, "observation", value={}), "steps[3].observation: lacks results"),
         (
