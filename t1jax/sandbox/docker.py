@@ -23,7 +23,7 @@ import docker
 import requests
 from absl import logging
 
-from t1jax.sandbox import tar
+from t1jax.sandbox import docker_api, tar
 from t1jax.sandbox.docker_hosts import DockerHost, DockerHosts, HostFailed
 from t1jax.sandbox.docker_image import Image
 from t1jax.sandbox.docker_shell import Shell
@@ -35,6 +35,7 @@ CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")  
 OPEN_FILES = 1024
 MIB = 1 << 20
 RETRY_S = 0.5  # before the second try to start; twice as long before each further one
+STREAMS = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
 CHANGES = ("changed", "added", "deleted")  # by Docker's numbers
 Change = Literal["changed", "added", "deleted"]
 
@@ -238,10 +239,17 @@ def _start(
     """Creates and starts a container; gives the stream attached to it. Leaves nothing where it fails."""
     try:
         _create(api, host, hosts, name, image, task)
-        # before the start, so that nothing it writes is read ahead by the SDK
-        attached = api.attach_socket(name, {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
-        stream = socket.socket(fileno=os.dup(attached.fileno()))
-        attached.close()
+        # before the start, so that nothing it writes is read ahead; duplicated, for the SDK closes its own
+        upgrade = {"Connection": "Upgrade", "Upgrade": "tcp"}
+        with docker_api.streamed(
+            api,
+            "POST",
+            f"/containers/{name}/attach",
+            params=STREAMS,
+            headers=upgrade,
+            timeout=api.timeout,
+        ) as reply:
+            stream = socket.socket(fileno=os.dup(reply.raw.fileno()))
         try:
             api.start(name)
         except BaseException:
@@ -307,21 +315,22 @@ def _create(
 
 
 def _read_file(api: docker.APIClient, name: str, path: str, max_bytes: int) -> bytes | None:
-    url = f"{api.base_url}/v{api.api_version}/containers/{name}/archive"
     plain = {"Accept-Encoding": "identity"}
-    # closed in any case: while the stream is open, the daemon keeps the container locked
-    with api.get(
-        url, params={"path": path}, headers=plain, stream=True, timeout=api.timeout
-    ) as reply:
-        if reply.status_code == 404:
-            return None
-        try:
-            reply.raise_for_status()
+    try:
+        # not closed, the stream would keep the container locked
+        with docker_api.streamed(
+            api,
+            "GET",
+            f"/containers/{name}/archive",
+            params={"path": path},
+            headers=plain,
+            timeout=api.timeout,
+        ) as reply:
             return tar.read_file(reply.raw, max_bytes)
-        except requests.HTTPError as error:
-            docker.errors.create_api_error_from_http_exception(error)
-        except tarfile.TarError as error:
-            raise SandboxError(f"get {path}: the daemon's answer broke off ({error})") from error
+    except docker.errors.NotFound:
+        return None
+    except tarfile.TarError as error:
+        raise SandboxError(f"get {path}: the daemon's answer broke off ({error})") from error
 
 
 def _absolute(path: str) -> str:

@@ -20,6 +20,7 @@ import docker.utils
 import requests
 import urllib3
 
+from t1jax.sandbox import docker_api
 from t1jax.sandbox.spawner import SandboxUnavailable
 from t1jax.types import SandboxError, Task
 
@@ -111,12 +112,11 @@ def _last_words(
     late = SandboxError(
         f"{what} took longer than its {seconds:.0f} s (environment.build_timeout_sec)"
     )
-    url = f"{api.base_url}/v{api.api_version}{path}"
     headers = {"Content-Type": "application/x-tar"}
     said, error = "", ""
     try:
-        with api.post(
-            url, data=data, params=params, headers=headers, stream=True, timeout=seconds
+        with docker_api.streamed(
+            api, "POST", path, data=data, params=params, headers=headers, timeout=seconds
         ) as reply:
             # The daemon gives up when the connection ends; another thread can end it while this one reads.
             timer = threading.Timer(deadline - time.monotonic(), reply.raw.shutdown)
@@ -124,10 +124,12 @@ def _last_words(
             try:
                 for line in reply.iter_lines():
                     event = json.loads(line)
-                    error = event.get("error") or event.get("message") or error
+                    error = event.get("error", error)
                     said = _useful(event.get("stream", "")) or said
             finally:
                 timer.cancel()
+    except docker.errors.APIError as refused:
+        raise SandboxError(f"{what}: {refused.explanation}") from None
     except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as broken:
         if time.monotonic() >= deadline:
             raise late from None

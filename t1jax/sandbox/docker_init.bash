@@ -4,7 +4,8 @@
 # Its standard input is this program, then the host's requests, one line each: "TOKEN FUNCTION ARGUMENTS",
 # quoted for bash; the agent does not know the token. Answers are lines "NONCE WORD NUMBER" on
 # standard output, between what the agent's programs write there. At the end of input, the host is gone.
-exec 2>/dev/null 9>&1 8<> <(:) # 9: for the shell's answers; 8: never readable
+# Descriptors: 7 is the shell's input, 8 is never readable, 9 takes the answers.
+exec 2>/dev/null 9>&1 8<> <(:)
 for name in $(compgen -e); do unset "$name"; done
 LC_ALL=C
 set -m # a process group for each program: its `kill 0` ends there
@@ -31,9 +32,9 @@ run() {
   remember
   watched=$shell
   if ((${#2} < 60000)); then # a pipe takes that much whether or not it is read
-    printf '%s\n' "$2" >&"${stdin[1]}"
+    printf '%s\n' "$2" >&7
   else
-    printf '%s\n' "$2" >&"${stdin[1]}" &
+    printf '%s\n' "$2" >&7 &
   fi
 }
 
@@ -46,7 +47,7 @@ execute() {
     export -n PWD OLDPWD
     export "${@:4:$3}"
     exec 2>&1 -- "${@:4+$3}"
-  ) </dev/null 8<&- 9>&- &
+  ) </dev/null 7>&- 8<&- 9>&- &
   watched=$!
 }
 
@@ -109,8 +110,9 @@ start_shell() {
     cd "$folder" || cd /
     export -n OLDPWD
     export "${environment[@]}"
-    exec "$BASH" --norc --noprofile -o pipefail >&9 2>&1 8<&-
+    exec "$BASH" --norc --noprofile -o pipefail >&9 2>&1 7>&- 8<&-
   }
+  exec 7>&"${stdin[1]}" # a descriptor that subshells have, too
   shell=$! folder=$workdir
 }
 
