@@ -10,20 +10,15 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import os
 import posixpath
 import random
-import socket
-import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Literal
 
 import docker
-import requests
-from absl import logging
 
-from t1jax.sandbox import docker_api, tar
+from t1jax.sandbox import docker_container, tar
 from t1jax.sandbox.docker_hosts import DockerHost, DockerHosts, HostFailed
 from t1jax.sandbox.docker_image import Image
 from t1jax.sandbox.docker_shell import Shell
@@ -31,11 +26,7 @@ from t1jax.sandbox.namespace import ENV, MAX_OUTPUT, WORKDIR
 from t1jax.sandbox.spawner import SandboxUnavailable
 from t1jax.types import ExecResult, SandboxError, Task
 
-CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")  # what apt needs
-OPEN_FILES = 1024
-MIB = 1 << 20
 RETRY_S = 0.5  # before the second try to start; twice as long before each further one
-STREAMS = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
 CHANGES = ("changed", "added", "deleted")  # by Docker's numbers
 Change = Literal["changed", "added", "deleted"]
 
@@ -116,7 +107,9 @@ class DockerSandbox:
         path = _absolute(path)
         if await self._missing(path):
             return None
-        read = functools.partial(_read_file, name=self.name, path=path, max_bytes=max_bytes)
+        read = functools.partial(
+            docker_container.read_file, name=self.name, path=path, max_bytes=max_bytes
+        )
         return await self._host.call(read)
 
     async def reset_folder(self, path: str) -> None:
@@ -165,6 +158,7 @@ class DockerSandbox:
         await self._host.call(lambda api: api.commit(self.name, copy))
         self._host.containers += 1
         try:
+            await self._host.starts.take()
             image = dataclasses.replace(self._image, id=copy)
             fork = await self._open(
                 self._hosts, self._host, self._task, image, self._shell.max_output
@@ -184,31 +178,31 @@ class DockerSandbox:
         if self._closed:
             return
         self._closed = True
-        self._host.containers -= 1
         try:
             await self._hosts.remove(self._host, "container", self.name)
             if self._copy:
                 await self._hosts.remove(self._host, "image", self._copy)
         finally:
+            self._host.containers -= 1
             self._shell.close()
 
     @classmethod
     async def _open(
         cls, hosts: DockerHosts, host: DockerHost, task: Task, image: Image, max_output: int
     ) -> "DockerSandbox":
-        name = hosts.name()
-        opening = host.submit(lambda api: _start(api, host, hosts, name, image, task))
+        name, workdir = hosts.name(), task.workdir or image.workdir or WORKDIR
+        settings = docker_container.settings(name, image, workdir, hosts.labels)
+        limits = docker_container.limits(task, hosts.config)
+        opening = host.submit(lambda api: docker_container.start(api, host, settings, limits))
         try:
             stream = await asyncio.shield(asyncio.wrap_future(opening))
-        except (
-            asyncio.CancelledError
-        ):  # process 1 ends when its stream does, and Docker removes the rest
+        except asyncio.CancelledError:
+            # process 1 ends with its stream, and Docker removes the rest
             opening.add_done_callback(lambda done: done.exception() or done.result().close())
             raise
         try:
             stream.setblocking(False)
             shell = Shell(*await asyncio.open_connection(sock=stream), max_output)
-            workdir = task.workdir or image.workdir or WORKDIR
             await shell.hello(workdir, {**ENV, **image.env, **task.env})
         except BaseException:
             with contextlib.suppress(SandboxError):  # it is on the list of the lost
@@ -231,106 +225,6 @@ class DockerSandbox:
                 api.put_archive(self.name, "/", data)
 
         await self._host.call(work)
-
-
-def _start(
-    api: docker.APIClient, host: DockerHost, hosts: DockerHosts, name: str, image: Image, task: Task
-) -> socket.socket:
-    """Creates and starts a container; gives the stream attached to it. Leaves nothing where it fails."""
-    try:
-        _create(api, host, hosts, name, image, task)
-        # before the start, so that nothing it writes is read ahead; duplicated, for the SDK closes its own
-        upgrade = {"Connection": "Upgrade", "Upgrade": "tcp"}
-        with docker_api.streamed(
-            api,
-            "POST",
-            f"/containers/{name}/attach",
-            params=STREAMS,
-            headers=upgrade,
-            timeout=api.timeout,
-        ) as reply:
-            stream = socket.socket(fileno=os.dup(reply.raw.fileno()))
-        try:
-            api.start(name)
-        except BaseException:
-            stream.close()
-            raise
-        return stream
-    except docker.errors.APIError:
-        with contextlib.suppress(docker.errors.APIError, requests.RequestException):
-            api.remove_container(name, v=True, force=True)
-        raise
-
-
-def _create(
-    api: docker.APIClient, host: DockerHost, hosts: DockerHosts, name: str, image: Image, task: Task
-) -> None:
-    limits = {
-        "network_mode": hosts.config.network if task.network == "public" else "none",
-        "ipc_mode": "private",
-        "cap_drop": ["ALL"],
-        "cap_add": list(CAPABILITIES),
-        "security_opt": ["no-new-privileges"],
-        "pids_limit": hosts.config.processes,
-        "mem_limit": task.memory_mb * MIB,
-        "memswap_limit": task.memory_mb * MIB,
-        "nano_cpus": round(task.cpus * 1e9),
-        "oom_score_adj": 500,  # before the trainer
-        "ulimits": [
-            {"Name": "core", "Soft": 0, "Hard": 0},
-            {"Name": "nofile", "Soft": OPEN_FILES, "Hard": OPEN_FILES},
-        ],
-        "log_config": {"Type": "none"},
-        "auto_remove": True,
-    }
-    create = functools.partial(
-        api.create_container,
-        image.id,
-        name=name,
-        hostname="sandbox",
-        entrypoint=["bash", "--norc", "--noprofile"],
-        command=[],
-        environment={"BASH_ENV": ""},  # an image may name a file for every bash to read
-        user="0:0",
-        working_dir=task.workdir or image.workdir or WORKDIR,
-        stdin_open=True,
-        healthcheck={"Test": ["NONE"]},
-        labels=hosts.labels,
-    )
-    if host.bounds_disks:
-        try:
-            disk = {"size": f"{task.storage_mb}m"}
-            create(host_config=api.create_host_config(**limits, storage_opt=disk))
-            return
-        except docker.errors.APIError as error:
-            if "storage-opt" not in str(error):
-                raise
-            host.bounds_disks = False
-            logging.warning(
-                "docker host %s cannot bound a container's disk (that takes overlay2 on xfs with pquota, btrfs"
-                " or zfs): environment.storage_mb is not enforced there",
-                host.url,
-            )
-    create(host_config=api.create_host_config(**limits))
-
-
-def _read_file(api: docker.APIClient, name: str, path: str, max_bytes: int) -> bytes | None:
-    plain = {"Accept-Encoding": "identity"}
-    try:
-        # not closed, the stream would keep the container locked
-        with docker_api.streamed(
-            api,
-            "GET",
-            f"/containers/{name}/archive",
-            params={"path": path},
-            headers=plain,
-            timeout=api.timeout,
-        ) as reply:
-            return tar.read_file(reply.raw, max_bytes)
-    except docker.errors.NotFound:
-        return None
-    except tarfile.TarError as error:
-        raise SandboxError(f"get {path}: the daemon's answer broke off ({error})") from error
 
 
 def _absolute(path: str) -> str:
