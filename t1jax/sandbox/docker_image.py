@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import stat
 import tempfile
 import threading
@@ -27,6 +28,7 @@ from t1jax.types import SandboxError, Task
 LABELS = {"t1jax": "image"}  # `docker image prune --all --filter label=t1jax=image` forgets them
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 NOISE = ("Step ", " ---> ", "Removing intermediate", "The command ")  # of the builder's own lines
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +143,7 @@ def _last_words(
 
 
 def _useful(text: str) -> str:
+    text = COLOUR.sub("", text)
     lines = [line.strip() for line in text.splitlines() if not line.startswith(NOISE)]
     return next((line for line in reversed(lines) if line), "")
 
