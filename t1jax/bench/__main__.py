@@ -3,6 +3,7 @@
     python -m t1jax.bench model      forward, and forward and backward, at three lengths, beside transformers
     python -m t1jax.bench sampler    replies of 1 to 32 streams, beside transformers and SGLang
     python -m t1jax.bench routes     the experts of a trial of 32,768 tokens on their way from an engine
+    python -m t1jax.bench rollout    what a turn and a trial cost beside the policy, and a bare container
 
 `model` and `sampler` need .venv-reference (bash launch/setup.sh --reference) and run the same model, weights and
 threads on all sides, which take turns; a cell is the best of three rounds. A ratio above 1 means that this project
@@ -13,9 +14,14 @@ import json
 import sys
 
 from t1jax import command
-from t1jax.bench import model, routes, sampler
+from t1jax.bench import model, rollout, routes, sampler
 
-BENCHES = {"model": model.bench, "sampler": sampler.bench, "routes": routes.bench}
+BENCHES = {
+    "model": model.bench,
+    "sampler": sampler.bench,
+    "routes": routes.bench,
+    "rollout": rollout.bench,
+}
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import random
 import time
 import uuid
@@ -34,12 +35,12 @@ Kind = Literal["container", "image"]
 class DockerConfig:
     """Where sandboxes run and what all have in common; a task's own needs are in task.toml.
 
-    `hosts`: "unix:///path/docker.sock" or "tcp://name:port". The API is root on its machine: reach a remote
-    one through a tunnel, never over an open port. `network`: the Docker network of tasks that are
-    "public"; they reach what it reaches, so keep it apart from your own services.
+    `hosts`: "unix:///path/docker.sock" or "tcp://name:port", by default that of $DOCKER_HOST. The API is
+    root on its machine: reach a remote one through a tunnel, never over an open port. `network`: the Docker
+    network of tasks that are "public"; they reach what it reaches, so keep it apart from your own services.
     """
 
-    hosts: tuple[str, ...] = ("unix:///var/run/docker.sock",)
+    hosts: tuple[str, ...] = (os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock"),)
     containers: int = 64  # at a time on one host; more starts wait
     starts_per_s: float = 4.0  # on one host, on average
     attempts: int = 4  # to start a container, on hosts that may differ
