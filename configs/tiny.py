@@ -121,6 +121,7 @@ def get_config(arg: str = "") -> ConfigDict:
         attempts=1, sampling=dict(temperature=1.0, top_p=1.0, top_k=0), before=True, after=True
     )
     c.sft = dict(
+        trajectories="",  # a folder of ATIF documents (*.json); "" = scripts on generated tasks
         tasks=6144,
         oracle_share=0.35,  # the rest imitates flawed scripts
         row_length=256,  # tokens a training row, into which trials are packed

@@ -92,6 +92,9 @@ class EvaluateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SFTConfig:
+    """trajectories: a folder of ATIF documents to imitate, or "" for scripts on `tasks` generated tasks."""
+
+    trajectories: str
     tasks: int
     oracle_share: float
     row_length: int

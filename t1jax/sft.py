@@ -1,9 +1,11 @@
-"""Supervised warm start: imitates scripted trials, most of them flawed, run in real sandboxes.
+"""Supervised warm start: imitates scripted trials, most of them flawed, run in real sandboxes; or recorded ones.
 
     python -m t1jax.sft --config=configs/tiny.py --workdir=runs/sft
+    python -m t1jax.sft --config=configs/tiny.py --workdir=runs/sft --config.sft.trajectories=DIR
 
 First short copying exercises (a small model learns to copy names from its prompt only slowly otherwise),
-then the trials. The weights end up in WORKDIR/policy, the record of how they came to be beside them.
+then the trials: scripts for generated tasks, or DIR/*.json, ATIF documents such as t1jax.export writes, from this
+harness or another. The weights end up in WORKDIR/policy, the record of how they came to be beside them.
 """
 
 import asyncio
@@ -15,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import grain
 import jax
@@ -37,6 +38,7 @@ from t1jax.model.lm import init_policy
 from t1jax.ppo.imitate import Examples, make_imitate_step
 from t1jax.ppo.optim import decays
 from t1jax.progress import progress_bar
+from t1jax.recorded import Stream, read_recorded
 from t1jax.rollout.collect import CollectConfig, Trial, collect
 from t1jax.run import make_chat
 from t1jax.sandbox.namespace import NamespaceSandbox
@@ -45,13 +47,6 @@ from t1jax.types import Sampled, digest
 WARMUP = 100  # steps of a rising learning rate
 FLOOR = 0.05  # of the learning rate, reached at the last step
 MAX_COPIES = 6
-
-
-class Stream(NamedTuple):
-    """tokens i32[N] and which of them to imitate, bool[N]."""
-
-    tokens: np.ndarray
-    imitated: np.ndarray
 
 
 class ScriptSampler:
@@ -159,7 +154,8 @@ def batches(rows: Sequence[Examples], size: int, seed: int) -> grain.MapDataset:
     """Batch number i, for any i: the rows in an order drawn anew each epoch."""
     if len(rows) < size:
         raise ConfigError(
-            f"{len(rows)} rows of examples do not fill a batch of {size}: raise sft.tasks"
+            f"{len(rows)} rows of examples do not fill a batch of {size}: more trials are needed, or a "
+            "smaller sft.batch"
         )
     return grain.MapDataset.source(rows).seed(seed).shuffle().repeat().batch(size)
 
@@ -167,12 +163,22 @@ def batches(rows: Sequence[Examples], size: int, seed: int) -> grain.MapDataset:
 def sft(experiment: Experiment, workdir: Path, command_line: str) -> dict:
     """Trains and writes `workdir`/policy and its record, `workdir`/SFT.json; returns the record."""
     started, c = time.time(), experiment.sft
+    if experiment.episode.history != "tokens":
+        raise ConfigError(
+            f"episode.history={experiment.episode.history}: what is imitated is written as tokens"
+        )
     mesh = make_mesh(experiment.mesh)
     chat = make_chat(experiment)
     length = c.row_length
     copies = pack(copy_exercises(chat, 100 * c.batch, experiment.seed), length)
-    sequences, oracle_resolved = run_scripts(experiment, chat, workdir)
-    print(f"{len(sequences)} trials run in {time.time() - started:.0f} s", file=sys.stderr)
+    if c.trajectories:
+        sequences, counts = read_recorded(experiment, chat)
+        source = {"trajectories": dict(counts)}
+    else:
+        sequences, resolved = run_scripts(experiment, chat, workdir)
+        source = {"scripts_resolved": resolved}
+    data = digest(np.concatenate([2 * s.tokens + s.imitated for s in sequences]))
+    print(f"{len(sequences)} trials after {time.time() - started:.0f} s: {source}", file=sys.stderr)
     phases = [
         (c.copy_steps, batches(copies, c.batch, experiment.seed)),
         (c.steps, batches(pack(sequences, length), c.batch, experiment.seed + 1)),
@@ -193,6 +199,10 @@ def sft(experiment: Experiment, workdir: Path, command_line: str) -> dict:
     found = checkpoints.restore((params, opt_state))
     begin, tokens, elapsed = 0, 0, 0.0
     if found:
+        if found.host["data"] != data:
+            raise ConfigError(
+                f"{workdir} was begun with other trials: put them back, or choose another --workdir"
+            )
         params, opt_state = found.state
         begin, tokens, elapsed = found.step, found.host["tokens"], found.host["seconds"]
         print(f"resuming at step {begin} of {total}", file=sys.stderr)
@@ -213,14 +223,16 @@ def sft(experiment: Experiment, workdir: Path, command_line: str) -> dict:
             bar.update(task, note=f"loss {values['sft/loss']:.4f}")
         bar.update(task, completed=step + 1)
         if (step + 1) % c.checkpoint_every == 0 and step + 1 < total:
-            checkpoints.save(step + 1, (params, opt_state), {"tokens": tokens, "seconds": seconds})
+            host = {"tokens": tokens, "seconds": seconds, "data": data}
+            checkpoints.save(step + 1, (params, opt_state), host)
     bar.stop()
     writer.close()
     save_params(workdir / "policy", params, dataclasses.asdict(experiment.model))
     record = {
         "command": command_line,
         "experiment": dataclasses.asdict(experiment),
-        "scripts_resolved": oracle_resolved,
+        "data": data,
+        **source,
         "steps": total,
         "tokens": tokens,
         "parameters": sum(x.size for x in jax.tree.leaves(params)),
