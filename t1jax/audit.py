@@ -39,9 +39,9 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from t1jax import command
-from t1jax.agent.action import Action, Malformed, Submit, parse
+from t1jax.agent.action import Malformed, observation, parse
 from t1jax.agent.chat import Chat
-from t1jax.agent.episode import SILENT
+from t1jax.agent.episode import describe, summary_request
 from t1jax.agent.stitch import MAX_PROMPT_DROP, MAX_REPLY_DROP, count
 from t1jax.agent.task import load_tasks
 from t1jax.experiment import ConfigError, Experiment, read_experiment
@@ -50,7 +50,7 @@ from t1jax.outcome import check_trial
 from t1jax.recompute import check_inferred, gaps, make_recompute, saved_steps
 from t1jax.rollout import store
 from t1jax.run import make_chat, shuffle_pool
-from t1jax.types import ExecResult, Task, Trajectory
+from t1jax.types import Task, Trajectory
 
 REPAIRS = ("normalized", "retokenized")  # joins behind the sampler's back
 
@@ -208,40 +208,23 @@ def check_stream(experiment: Experiment, t: Trajectory, place: str) -> None:
 
 def check_words(experiment: Experiment, chat: Chat, t: Trajectory, place: str) -> None:
     """Replies say what was run; with history "tokens", contexts say what came of it."""
-    context = None
+    config, context, closed = experiment.episode, None, False
     for i, turn in enumerate(t.turns):
+        summary = turn.action == "summary"
+        if summary and config.history == "tokens":
+            context = chat.observation(summary_request(config.max_summary), closed)
         if context is not None and not np.array_equal(turn.context, context):
             raise ValueError(f"{place}the context of turn {i} is not what turn {i - 1} came to")
-        action = parse(chat.reply_text(turn.sampled), experiment.episode.protocol)
-        said = ("none", None) if turn.finish != "stop" else describe(action)
-        if (turn.action, turn.command) != said:
+        closed = chat.stop_ids[0] in turn.sampled[-1:]
+        action = parse(chat.reply_text(turn.sampled), config.protocol)
+        said = ("none", None) if turn.finish != "stop" else tuple(describe(action).values())
+        if not summary and (turn.action, turn.command) != said:
             raise ValueError(
                 f"{place}turn {i} is {turn.action} {turn.command!r}, its ids say {said[0]} {said[1]!r}"
             )
-        text = answer(action, turn.result)
         context = None
-        if experiment.episode.history == "tokens" and text is not None:
-            context = chat.observation(text, closed=chat.stop_ids[0] in turn.sampled[-1:])
-
-
-def describe(action: Action) -> tuple[str, str | None]:
-    """Name and command, as a turn records them."""
-    if isinstance(action, Malformed):
-        return "malformed", None
-    command = "\n".join(line.text for line in action.lines) or None
-    return "submit" if isinstance(action, Submit) else "command", command
-
-
-def answer(action: Action, result: ExecResult | None) -> str | None:
-    """What the agent read of it; None where it had several lines, of which the last result alone is stored."""
-    if isinstance(action, Malformed):
-        return action.message
-    if isinstance(action, Submit) or len(action.lines) != 1 or result is None:
-        return None
-    output = result.output.strip("\n")
-    if result.exit_code:
-        output = f"exit {result.exit_code}\n{output}".rstrip("\n")
-    return output or SILENT
+        if config.history == "tokens" and (turn.result or isinstance(action, Malformed)):
+            context = chat.observation(observation(action, turn.result, config.protocol), closed)
 
 
 def check_experts(experiment: Experiment, t: Trajectory, step: int, place: str) -> None:

@@ -23,6 +23,7 @@ from t1jax.files import write_json
 from t1jax.progress import progress_bar
 from t1jax.rollout import store
 from t1jax.rollout.collect import Trial, collect
+from t1jax.room import check_room
 from t1jax.run import abstract_policy, collect_config, make_chat, make_sampler
 from t1jax.sandbox.namespace import NamespaceSandbox
 from t1jax.types import Engine, Task, Trajectory
@@ -101,6 +102,7 @@ def main() -> None:
     experiment = read_experiment(CONFIG.value)
     tasks = load_tasks(Path(TASKS.value))
     chat = make_chat(experiment)
+    check_room(experiment.episode, chat, tasks)
     params = load_params(Path(CHECKPOINT.value), abstract_policy(experiment))
     out = command.workdir_path(OUT.value)
     sampler = make_sampler(experiment, chat, experiment.evaluate.sampling, out / "engines")

@@ -5,6 +5,7 @@ one ConfigError that names it.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import operator
@@ -107,7 +108,8 @@ class SFTConfig:
 
 POSITIVE = (
     *("tasks.train_count", "tasks.eval_count", "episode.max_turns", "episode.max_context"),
-    *("episode.max_reply", "episode.command_timeout_s", "episode.max_output_bytes"),
+    *("episode.max_reply", "episode.command_timeout_s", "episode.turn_timeout_s"),
+    *("episode.agent_timeout_s", "episode.trial_timeout_s", "episode.max_output_bytes"),
     *("rollout.trials", "rollout.concurrency", "rollout.max_attempts", "rollout.max_infra_share"),
     *(
         "engine.slots",
@@ -124,12 +126,15 @@ POSITIVE = (
     *("actor_optim.clip_norm", "actor_optim.eps", "critic_optim.clip_norm", "critic_optim.eps"),
 )
 NOT_NEGATIVE = (
+    *("episode.compact_below", "episode.max_summary"),
     *("seed", "tasks.seed", "ppo.clip_low", "ppo.clip_high", "ppo.value_clip", "sft.copy_steps"),
     *("actor_optim.lr", "actor_optim.warmup_steps", "actor_optim.weight_decay"),
     *("critic_optim.lr", "critic_optim.warmup_steps", "critic_optim.weight_decay"),
 )
 SHARES = ("ppo.gamma", "ppo.lam", "rollout.max_infra_share", "sft.oracle_share")
 DECAYS = ("actor_optim.b1", "actor_optim.b2", "critic_optim.b1", "critic_optim.b2")
+# Each within the next one. The verifier has time of its own, by task.
+DEADLINES = ("command_timeout_s", "turn_timeout_s", "agent_timeout_s", "trial_timeout_s")
 RANGES = (
     (POSITIVE, lambda x: x > 0, "must be positive"),
     (NOT_NEGATIVE, lambda x: x >= 0, "must not be negative"),
@@ -191,8 +196,10 @@ class Experiment:
             )
         if self.engine.kind == "sglang":
             self._check_fleet()
-        if not self.episode.command_timeout_s < self.episode.agent_timeout_s:
-            raise ConfigError("episode: command_timeout_s must be below agent_timeout_s")
+        for inner, outer in itertools.pairwise(DEADLINES):
+            seconds, limit = getattr(self.episode, inner), getattr(self.episode, outer)
+            if not seconds < limit:
+                raise ConfigError(f"episode: {inner}={seconds:g} must be below {outer}={limit:g}")
         if self.rollout.trials % (self.ppo.microbatch * self.mesh.data):
             raise ConfigError(
                 f"ppo.microbatch={self.ppo.microbatch} rows on each of mesh.data={self.mesh.data} devices "
@@ -213,10 +220,11 @@ class Experiment:
     def _check_fleet(self) -> None:
         fleet, server, episode = self.fleet, self.fleet.server, self.episode
         noticed = fleet.probe_failures * (fleet.probe_period_s + fleet.probe_timeout_s)
-        if not noticed < episode.agent_timeout_s:
+        if not max(noticed, fleet.reply_timeout_s) < episode.turn_timeout_s:
             raise ConfigError(
-                f"fleet: its probes notice a hung engine after {noticed:g} s, which must be below "
-                f"episode.agent_timeout_s={episode.agent_timeout_s:g}"
+                f"fleet: its probes notice a hung engine after {noticed:g} s and reply_timeout_s="
+                f"{fleet.reply_timeout_s:g}; both must be below episode.turn_timeout_s="
+                f"{episode.turn_timeout_s:g}, or it is taken for a slow agent"
             )
         if self.rollout.concurrency > fleet.count * server.max_running:
             raise ConfigError(

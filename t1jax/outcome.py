@@ -9,6 +9,7 @@ from t1jax.rollout.store import storable
 from t1jax.types import Task, Trajectory, Turn
 
 ANY_TIME = ("timeout", "infra")  # what can end a trial while its sampler or its sandbox is at work
+LOOKS = ("command", "submit", "summary")  # turns in which the terminal is read
 
 
 def check_trial(
@@ -27,8 +28,7 @@ def check_trial(
             raise ValueError(
                 f"trial {t.trial}, chunk {t.chunk}: another outcome than the chunk before it"
             )
-    if len(chunks) > 1 and experiment.episode.history == "tokens":
-        raise ValueError(f"{place}{len(chunks)} chunks, though its history only grows")
+    check_summaries(experiment.episode, chunks)
     if pool is not None:
         check_task(first, pool[first.trial], place)
     check_attempt(first, experiment.rollout.max_attempts, place)
@@ -57,13 +57,27 @@ def check_attempt(t: Trajectory, most: int, place: str) -> None:
         raise ValueError(f"{place}attempt {t.attempt} of {most} came to reward {t.reward}")
 
 
+def check_summaries(config: EpisodeConfig, chunks: Sequence[Trajectory]) -> None:
+    """A summary ends its chunk; with history "tokens", nothing else does."""
+    for t in chunks:
+        place = f"trial {t.trial}, chunk {t.chunk}: "
+        summaries = [i for i, turn in enumerate(t.turns) if turn.action == "summary"]
+        if summaries and (not config.compact_below or summaries != [len(t.turns) - 1]):
+            raise ValueError(f"{place}turn {summaries[0]} is a summary, where none can be")
+        if t is not chunks[-1] and config.history == "tokens" and not summaries:
+            raise ValueError(f"{place}it is not the last, though its history only grows")
+
+
 def check_end(status: str, turns: Sequence[Turn], config: EpisodeConfig, place: str) -> None:
     """The last turn allows the status, those before it go on, and commands have results."""
     for i, turn in enumerate(turns):
         if "context_full" not in endings(turns[:i], config):
             raise ValueError(f"{place}turn {i} comes after its end")
-        cut_off = i == len(turns) - 1 and turn.command is not None
-        if (turn.result is None) != (turn.command is None) and not cut_off:
+        ran = turn.command is not None or turn.action == "summary"
+        if config.protocol == "terminus":
+            ran = turn.action in LOOKS
+        cut_off = i == len(turns) - 1 and ran
+        if (turn.result is not None) != ran and not cut_off:
             raise ValueError(f"{place}turn {i} has one of command and result without the other")
     if status not in endings(turns, config):
         raise ValueError(f"{place}status {status!r} cannot follow its {len(turns)} turns")
@@ -71,15 +85,19 @@ def check_end(status: str, turns: Sequence[Turn], config: EpisodeConfig, place: 
 
 def endings(turns: Sequence[Turn], config: EpisodeConfig) -> set[str]:
     """How a trial can end after these turns; "context_full" is among them where another turn can follow."""
+    any_time = set(ANY_TIME)
+    if config.protocol == "terminus" and (not turns or turns[-1].action in LOOKS):
+        any_time.add("closed")
     if not turns:
-        return {"context_full", *ANY_TIME}
+        return {"context_full", *any_time}
     last = turns[-1]
-    if last.finish != "stop":
+    if last.finish != "stop" and (last.action, last.finish) != ("summary", "length"):
         return {"length": {"length"}, "abort": {"infra"}}.get(last.finish, set())
     confirmed = config.protocol == "bash" or "submit" in [turn.action for turn in turns[-2:-1]]
     if last.action == "submit" and confirmed:
-        return {"submitted", *(ANY_TIME if last.command else ())}
-    return {"context_full" if len(turns) < config.max_turns else "out_of_turns", *ANY_TIME}
+        took = last.command or config.protocol == "terminus"
+        return {"submitted", *(any_time if took else ())}
+    return {"context_full" if len(turns) < config.max_turns else "out_of_turns", *any_time}
 
 
 def check_reward(t: Trajectory, config: RewardConfig, place: str) -> None:

@@ -15,9 +15,8 @@ from absl import flags
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from t1jax import command
-from t1jax.agent.action import SYSTEM
+from t1jax.agent.action import SILENT, SYSTEM
 from t1jax.agent.chat import SPECIAL_TOKENS
-from t1jax.agent.episode import SILENT
 from t1jax.agent.families import NAMES
 from t1jax.agent.generate import instances
 

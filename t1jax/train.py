@@ -35,6 +35,7 @@ from t1jax.progress import progress_bar
 from t1jax.publish import publish
 from t1jax.rollout import store
 from t1jax.rollout.collect import CollectError, Trial, collect
+from t1jax.room import check_room
 from t1jax.run import collect_config, first_state, load_pool, make_chat, make_sampler, shuffle_pool
 from t1jax.sandbox.namespace import NamespaceSandbox, check_available
 from t1jax.types import Trajectory
@@ -46,8 +47,9 @@ def train(experiment: Experiment, workdir: Path) -> dict:
     check_available()
     mesh = make_mesh(experiment.mesh)
     c, chat = experiment.train, make_chat(experiment)
-    pool = shuffle_pool(load_pool(experiment, "train", workdir), experiment.seed)
-    held_out = load_pool(experiment, "eval", workdir)
+    tasks, held_out = (load_pool(experiment, split, workdir) for split in ("train", "eval"))
+    check_room(experiment.episode, chat, [*tasks, *held_out])
+    pool = shuffle_pool(tasks, experiment.seed)
     checkpoints = Checkpoints(workdir / "checkpoints", c.checkpoint_keep)
     state = first_state(experiment, mesh)
     found = checkpoints.restore(state)
@@ -180,6 +182,11 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         "agent/chunks": len(chunks) / n,
         "agent/sampled_tokens": sum(len(turn.sampled) for turn in turns) / n,
         "agent/malformed": sum(turn.action == "malformed" for turn in turns) / n,
+        "agent/summaries": sum(turn.action == "summary" for turn in turns) / n,
+        "agent/summaries_lost": sum(
+            turn.action == "summary" and turn.finish == "length" for turn in turns
+        )
+        / n,
         "agent/refilled": sum(t.attempt for t in trajectories) / len(trajectories),
         "agent/given_up": (len(trajectories) - n) / len(trajectories),
         "r3/rows_missing": sum(max(len(t.tokens) - 1, 0) - len(t.experts) for t in chunks),

@@ -86,10 +86,11 @@ Join = Literal["strict", "normalized", "retokenized", "split"]
 
 Status = Literal[
     "submitted",  # the agent said it was done
+    "closed",  # the agent ended its terminal
     "out_of_turns",  # the turn limit was reached
     "context_full",  # no room left in the context for another reply
     "length",  # a reply was cut by the token limit
-    "timeout",  # the agent's time was up
+    "timeout",  # the time of a turn, of the agent or of the trial was up
     "infra",  # sandbox or sampler failed: no reward, the trial is refilled
     "cancelled",  # the run did not wait for it
 ]
@@ -99,7 +100,8 @@ Status = Literal[
 class Turn:
     """One exchange: tokens *new* to the model (`context`), its reply, and what the sandbox answered.
 
-    context i32[C], sampled i32[S], logprobs f32[S]. `action` is "command", "submit" or "malformed".
+    context i32[C], sampled i32[S], logprobs f32[S]. `action` is "command", "submit", "malformed",
+    "summary" (see agent/episode.py; `result` then holds the screen), or "none" of a reply that was cut or aborted.
     `digest` is that of the reply as the sampler returned it; `drop` is (s, u) of a normalized join.
     """
 
@@ -219,7 +221,7 @@ class Trajectory:
     @property
     def ended(self) -> bool:
         """True where the episode came to its own end; False where a limit cut it (truncation)."""
-        return self.status == "submitted"
+        return self.status in ("submitted", "closed")
 
     @property
     def resolved(self) -> bool:

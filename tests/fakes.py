@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,13 +12,13 @@ import numpy as np
 import pytest
 
 from t1jax.agent.chat import Chat
-from t1jax.agent.episode import EpisodeConfig
+from t1jax.agent.episode import EpisodeConfig, run_episode
 from t1jax.agent.families import FAMILIES
 from t1jax.agent.generate import instances, write_task
 from t1jax.agent.task import load_task
 from t1jax.rollout.collect import CollectConfig
-from t1jax.sandbox.namespace import SandboxUnavailable, check_available
-from t1jax.types import Sampled, Task, digest
+from t1jax.sandbox.namespace import NamespaceSandbox, SandboxUnavailable, check_available
+from t1jax.types import Sampled, Task, Trajectory, digest
 
 TOKENIZER = Path(__file__).parent.parent / "configs/assets/tiny/tokenizer.json"
 LAYERS, TOP_K = 3, 2
@@ -27,8 +28,12 @@ EPISODE = EpisodeConfig(
     max_turns=8,
     max_context=4000,
     max_reply=200,
+    compact_below=0,
+    max_summary=0,
     command_timeout_s=5.0,
+    turn_timeout_s=60.0,
     agent_timeout_s=20.0,
+    trial_timeout_s=90.0,
     max_output_bytes=1000,
 )
 COLLECT = CollectConfig(
@@ -60,7 +65,8 @@ class ScriptedSampler:
 
     A reply is text (closed by <|im_end|>), ids, an exception to raise, or an async function that is
     awaited first and gives one of them. `change` may alter what is returned. `calls` and `released` are
-    the record; every stream must repeat what the sampler has seen and said before, token for token.
+    the record; every stream must repeat what the sampler has seen and said before, token for token, unless it
+    is a new one, of which no experts are held.
     """
 
     def __init__(
@@ -79,7 +85,8 @@ class ScriptedSampler:
 
     async def sample(self, trial, turn, tokens, experts_start, max_new) -> Sampled:
         self.calls.append(Call(trial, turn, tokens, experts_start, max_new))
-        before = self._seen.get(trial, np.zeros(0, np.int32))
+        nothing = np.zeros(0, np.int32)
+        before = self._seen.get(trial, nothing) if experts_start else nothing
         assert tokens.dtype == np.int32 and len(tokens) > len(before)
         np.testing.assert_array_equal(tokens[: len(before)], before, "the stream was rewritten")
         reply = self._script[trial][turn]
@@ -140,6 +147,34 @@ SUBMIT = "```submit\n```"
 def replies(script: Sequence[str]) -> list[str]:
     """The replies of a script: its commands, then submit."""
     return [*map(bash, script), SUBMIT]
+
+
+def run_script(
+    task: Task, chat: Chat, script: Sequence[Reply], config: EpisodeConfig, trial: int = 5
+) -> tuple[list[Trajectory], ScriptedSampler]:
+    """One episode in a sandbox of its own: its chunks, checked, and what was asked of the sampler."""
+    sampler = ScriptedSampler(chat, {trial: script})
+
+    async def main():
+        sandbox = await NamespaceSandbox.start(task, config.max_output_bytes)
+        try:
+            return await run_episode(task, sandbox, sampler, chat, config, trial, 0, 1.0)
+        finally:
+            await sandbox.close()
+
+    chunks = asyncio.run(main())
+    for number, chunk in enumerate(chunks):
+        chunk.check()
+        assert (chunk.chunk, chunk.trial) == (number, trial)
+        if chunk.turns:
+            np.testing.assert_array_equal(chunk.experts, experts_of(chunk.tokens))
+    return chunks, sampler
+
+
+def terminus(*keys: str, done: bool = False, wait: float = 0.1) -> str:
+    """A reply in the terminus protocol."""
+    commands = [{"keystrokes": k, "duration": wait} for k in keys]
+    return json.dumps({"analysis": "", "plan": "", "commands": commands, "task_complete": done})
 
 
 def generated(folder: Path, count: int = len(FAMILIES)) -> list[tuple[Task, Sequence[str]]]:

@@ -32,7 +32,7 @@ def turn(action, finish="stop", result=DONE, command="true"):
 
 RUN, SUBMIT, WRONG = turn("command"), turn("submit"), turn("malformed")
 CUT, LOST = turn("none", "length"), turn("none", "abort")
-SUBMIT_RUN = turn("submit", command="ls")
+SUMMARY = turn("summary", command=None)
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,15 @@ SUBMIT_RUN = turn("submit", command="ls")
         (BASH, [RUN, CUT], {"length"}),
         (BASH, [RUN, LOST], {"infra"}),
         (BASH, [turn("none", "no such finish")], set()),
-        (TERMINUS, [SUBMIT], {"context_full", "timeout", "infra"}),
-        (TERMINUS, [SUBMIT, RUN, SUBMIT], {"context_full", "timeout", "infra"}),
-        (TERMINUS, [SUBMIT, SUBMIT], {"submitted"}),
-        (TERMINUS, [SUBMIT, SUBMIT_RUN], {"submitted", "timeout", "infra"}),
+        (TERMINUS, [], {"context_full", "timeout", "infra", "closed"}),
+        (TERMINUS, [SUBMIT], {"context_full", "timeout", "infra", "closed"}),
+        (TERMINUS, [SUBMIT, RUN, SUBMIT], {"context_full", "timeout", "infra", "closed"}),
+        (TERMINUS, [SUBMIT, WRONG], {"context_full", "timeout", "infra"}),
+        (TERMINUS, [SUBMIT, SUBMIT], {"submitted", "timeout", "infra", "closed"}),
+        (TERMINUS, [SUBMIT, SUMMARY, SUBMIT], {"context_full", "timeout", "infra", "closed"}),
+        (BASH, [RUN, SUMMARY], {"context_full", "timeout", "infra"}),
+        (BASH, [RUN, turn("summary", "length")], {"context_full", "timeout", "infra"}),
+        (BASH, [RUN, turn("summary", "abort")], {"infra"}),
     ],
 )
 def test_how_a_trial_can_end(config, turns, expected):
@@ -127,8 +132,32 @@ def test_chunks_share_what_is_the_trials(change):
     check(first, second, history="stitched")
     with pytest.raises(ValueError, match="trial 0, chunk 1: another outcome than the chunk before"):
         check(first, dataclasses.replace(second, **change), history="stitched")
-    with pytest.raises(ValueError, match="trial 0: 2 chunks, though its history only grows"):
+    with pytest.raises(ValueError, match="chunk 0: it is not the last, though its history only"):
         check(first, second)
+
+
+def test_summaries_end_their_chunks():
+    compacts = {"max_context": 192, "compact_below": 99, "max_summary": 9}
+    first, second = trial(RUN, SUMMARY), trial(SUBMIT, chunk=1)
+    check(first, second, **compacts)
+    check(trial(RUN, SUMMARY, status="timeout"), **compacts)
+    with pytest.raises(ValueError, match="chunk 0: turn 1 is a summary, where none can be"):
+        check(first, second)
+    with pytest.raises(ValueError, match="chunk 0: turn 1 is a summary, where none can be"):
+        check(trial(RUN, SUMMARY, SUBMIT), **compacts)
+    with pytest.raises(ValueError, match="turn 1 has one of command and result without"):
+        check(trial(RUN, dataclasses.replace(SUMMARY, result=None)), second, **compacts)
+
+
+def test_a_terminal_is_read_whatever_is_typed():
+    looked, done = turn("command", command=None), dataclasses.replace(SUBMIT, result=DONE)
+    check(trial(looked, WRONG, done, done), protocol="terminus")
+    check(
+        trial(looked, dataclasses.replace(looked, result=None), status="closed"),
+        protocol="terminus",
+    )
+    with pytest.raises(ValueError, match="turn 0 has one of command and result without"):
+        check(trial(SUBMIT, done), protocol="terminus")
 
 
 def test_tasks_are_those_of_the_pool():

@@ -34,7 +34,16 @@ def test_every_sweep_point_resolves():
         ("reward.kind", "best", "reward.kind = 'best' is not"),
         ("rollout.sampling.top_p", 0.9, "top_p = 1"),
         ("rollout.sampling.temperature", 0.0, "rollout.sampling: temperature 0.0 is not positive"),
-        ("episode.command_timeout_s", 100.0, "command_timeout_s must be below"),
+        (
+            "episode.command_timeout_s",
+            55.0,
+            "command_timeout_s=55 must be below turn_timeout_s=50",
+        ),
+        ("episode.turn_timeout_s", 60.0, "turn_timeout_s=60 must be below agent_timeout_s=60"),
+        ("episode.trial_timeout_s", 45, "agent_timeout_s=60 must be below trial_timeout_s=45"),
+        ("episode.trial_timeout_s", 0.0, "episode.trial_timeout_s = 0.0 must be positive"),
+        ("episode.compact_below", -1, "episode.compact_below = -1 must not be negative"),
+        ("episode.compact_below", 64, "episode: compact_below=64 free tokens must hold max_reply"),
         ("ppo.microbatch", 7, "must divide"),
         ("episode.max_context", 4096, "does not fit"),
         ("model.num_layers", 3, "model: num_layers=3 must be a multiple"),
@@ -78,7 +87,8 @@ def test_a_wrong_value_is_named(key, value, message):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("fleet.probe_period_s", 30.0, "a hung engine after 105 s, which must be below"),
+        ("fleet.probe_period_s", 30.0, "a hung engine after 105 s and reply_timeout_s=40; both"),
+        ("fleet.reply_timeout_s", 50.0, "reply_timeout_s=50; both must be below episode.turn"),
         ("rollout.concurrency", 65, "exceeds fleet.server.max_running=64 on 1 engines"),
         ("fleet.server.max_tokens", 197, "does not hold one stream of episode.max_context=192"),
         ("fleet.server.flags", '"a', """fleet.server: flags='"a': No closing quotation"""),

@@ -2,20 +2,24 @@
 
 What the sampler reads and the trainer gets is kept by a history (agent/history.py). By default token ids are
 the source of truth, and text is derived from them, never the other way round.
+
+Compaction: where fewer than `compact_below` tokens of the context are free, the policy is asked for a summary. That
+is a turn like any other, the last of its chunk. A new chunk of the same trial opens with the task, the summary and
+what the terminal shows. A summary that was cut is not used: the new chunk says that there is none.
 """
 
 import asyncio
 import dataclasses
-import itertools
-import time
 
 import numpy as np
 
-from t1jax.agent.action import SYSTEM, Line, Malformed, Protocol, Submit, parse
+from t1jax.agent.action import SYSTEM, Action, Malformed, Protocol, Submit, observation, parse
 from t1jax.agent.chat import Chat
-from t1jax.agent.history import History, Joined, Kind, Said, make_history
+from t1jax.agent.history import History, Kind, make_history
+from t1jax.agent.record import Record
+from t1jax.agent.shell import Console, open_console
 from t1jax.agent.template import TemplateError
-from t1jax.sandbox.output import Output
+from t1jax.agent.terminal import TerminalClosed
 from t1jax.types import (
     ExecResult,
     Sampled,
@@ -25,28 +29,67 @@ from t1jax.types import (
     SandboxError,
     Task,
     Trajectory,
-    Turn,
 )
-
-CONFIRM = "Are you sure? Set task_complete again to end."
-SILENT = "ok"  # what the agent reads of a command that printed nothing
 
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeConfig:
     """Tokens, turns and seconds of one episode, how the model speaks, and what is kept of that.
 
-    Deadlines are layered: command < agent.
+    Deadlines are layered: command < turn < agent < trial. Raises ValueError where summaries would not fit.
     """
 
     protocol: Protocol
     history: Kind
-    max_turns: int
-    max_context: int  # tokens of the whole stream
+    max_turns: int  # replies that are sampled, summaries too
+    max_context: int  # tokens of the whole stream of a chunk
     max_reply: int  # tokens of one reply
+    compact_below: int  # free tokens of the context below which it is summarized; 0 = never
+    max_summary: int  # tokens of a summary
     command_timeout_s: float
-    agent_timeout_s: float  # the task's own limit holds where it is shorter
+    turn_timeout_s: float  # a reply and the commands in it
+    agent_timeout_s: float  # all turns; the task's own limit holds where it is shorter
+    trial_timeout_s: (
+        float  # starting the sandbox, the agent, and closing it; see rollout/collect.py
+    )
     max_output_bytes: int  # of what one reply's commands print; head and tail are kept
+
+    def __post_init__(self):
+        if self.compact_below <= 0:
+            return
+        if self.history == "retokenized":
+            raise ValueError("compact_below needs history tokens or stitched, or 0")
+        if not 0 < self.max_summary < self.compact_below - self.max_reply:
+            raise ValueError(
+                f"compact_below={self.compact_below} free tokens must hold max_reply={self.max_reply} and "
+                f"max_summary={self.max_summary}, or summaries are cut"
+            )
+        if self.compact_below + self.max_summary >= self.max_context:
+            raise ValueError(
+                f"max_context={self.max_context} must be above compact_below={self.compact_below} and "
+                f"max_summary={self.max_summary}, or every chunk is summarized at once"
+            )
+
+
+def summary_request(max_summary: int) -> str:
+    """What asks for a summary; a word has fewer than two tokens."""
+    return (
+        "The conversation is too long to go on and will be closed. Only the task, your summary and the present "
+        "screen will be there when you continue, so write down what you need: what you did and what it showed; "
+        "what you found out (files, settings, errors, the state of things); which problems came up and how you "
+        f"solved them; and where exactly you are now. Reply with the summary alone, in at most {max_summary // 2} "
+        "words: a longer one is lost."
+    )
+
+
+def opening(instruction: str, screen: str, summary: str | None = None) -> str:
+    """The first message of a chunk. summary: None in the first chunk, "" where it was lost."""
+    parts = [instruction, screen]
+    if summary is not None:
+        there = f"Your summary of the work so far:\n{summary}"
+        lost = "You have worked on this before, but there is no summary of it: it was too long."
+        parts.insert(1, there if summary.strip() else lost)
+    return "\n\n".join(filter(None, parts))
 
 
 async def run_episode(
@@ -58,155 +101,134 @@ async def run_episode(
     trial: int,
     attempt: int,
     temperature: float,
+    until: float | None = None,
 ) -> list[Trajectory]:
     """Runs one trial up to its end: a trajectory a chunk, without a verdict yet.
 
-    A failing sandbox or sampler ends it with status "infra" and no further model calls; running out of
-    time, turns or context keeps what was done. Cancellation passes through. The sampler is released.
-    Raises ValueError when the sampler's records do not fit the stream, TemplateError when a prompt does not
-    render.
+    until: when the trial's time is over, by the loop's clock. A failing sandbox or sampler ends it with status
+    "infra" and no further model calls; running out of time, turns or context keeps what was done. Cancellation
+    passes through. The sampler is released. Raises ValueError when the sampler's records do not fit the
+    stream, TemplateError when a prompt does not render.
     """
-    record = _Record(task, trial, attempt, temperature)
-    history = make_history(config.history, chat, SYSTEM[config.protocol], task.instruction)
-    limit = min(config.agent_timeout_s, task.agent_timeout_s)
+    record = Record(task, trial, attempt, temperature)
+    episode = _Episode(task, sandbox, sampler, chat, config, record)
+    seconds = min(config.agent_timeout_s, task.agent_timeout_s)
+    over = f"the agent's {seconds:g} s were over"
+    if until is not None and (left := until - asyncio.get_running_loop().time()) < seconds:
+        seconds, over = left, f"the trial's {config.trial_timeout_s:g} s were over"
     try:
-        async with asyncio.timeout(limit) as deadline:
-            status, cause = await _converse(record, history, sandbox, sampler, chat, config)
+        async with asyncio.timeout(seconds) as deadline:
+            await episode.play()
+    except _End as end:
+        status, cause = end.args
+    except TerminalClosed as error:
+        status, cause = "closed", str(error)
     except (SandboxError, SamplerError, OSError) as error:  # a TimeoutError is an OSError
         if deadline.expired():
-            status, cause = "timeout", f"the agent's {limit:g} s were over"
+            status, cause = "timeout", over
         else:
             status, cause = "infra", f"{type(error).__name__}: {error}"
     finally:
         await sampler.release(trial)
-    return record.chunks(history, status, cause)
+    return record.chunks(episode.history, status, cause)
 
 
-async def _converse(record, history, sandbox, sampler, chat, config) -> tuple[str, str]:
-    """The turns of an episode; returns its status and cause."""
-    confirming = False
-    for turn in range(config.max_turns):
-        try:
-            prompt = history.prompt()
-        except TemplateError as error:
-            raise TemplateError(f"trial {record.trial}, turn {turn}: {error}") from None
-        room = config.max_context - max(len(prompt), history.length)
-        if room < 1:
-            return "context_full", f"{config.max_context} tokens"
-        reply = await sampler.sample(
-            record.trial, turn, prompt, history.rows, min(config.max_reply, room)
+class _End(Exception):
+    """How the episode ended: status and cause."""
+
+
+class _Episode:
+    """A trial under way. Its methods raise what ends it."""
+
+    history: History | None = None
+    _console: Console
+
+    def __init__(self, task, sandbox, sampler, chat, config, record):
+        self._task, self._sandbox, self._sampler = task, sandbox, sampler
+        self._chat, self._config, self._record = chat, config, record
+        self._fresh = True  # the chunk has no turn yet
+        self._asked = False  # whether the agent is sure that it is done
+        self._closed = False  # the last reply ended in the template's own token
+
+    async def play(self) -> None:
+        c = self._config
+        self._console = await open_console(
+            c.protocol, self._sandbox, c.command_timeout_s, c.max_output_bytes
         )
-        try:
-            joined = history.add(reply)
-        except ValueError as error:
-            raise ValueError(f"trial {record.trial}, turn {turn}: {error}") from None
-        record.add(joined, reply)
-        if reply.finish == "abort":
-            return "infra", "the sampler aborted the reply"
+        first = opening(self._task.instruction, await self._console.screen())
+        self.history = make_history(c.history, self._chat, SYSTEM[c.protocol], first)
+        for turn in range(c.max_turns):
+            try:
+                async with asyncio.timeout(c.turn_timeout_s) as deadline:
+                    await self._take(turn)
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                raise _End("timeout", f"turn {turn} took {c.turn_timeout_s:g} s") from None
+        raise _End("out_of_turns", f"{c.max_turns} turns")
+
+    async def _take(self, turn: int) -> None:
+        """A reply and what comes of it."""
+        prompt, room = self._prompt(turn)
+        if room < self._config.compact_below and not self._fresh:
+            return await self._compact(turn)
+        reply = await self._sample(turn, prompt, min(self._config.max_reply, room))
         if reply.finish == "length":
-            return "length", f"a reply was cut at {len(reply.ids)} tokens"
-        action = parse(chat.reply_text(reply.ids), config.protocol)
-        if isinstance(action, Malformed):
-            record.amend(action="malformed")
-            text, confirming = action.message, False
-        else:
-            submit = isinstance(action, Submit)
-            command = "\n".join(line.text for line in action.lines) or None
-            record.amend(action="submit" if submit else "command", command=command)
-            text, result = await _run(sandbox, action.lines, config)
-            record.amend(result=result)
-            if submit and (confirming or config.protocol == "bash"):
-                return "submitted", ""
-            confirming = submit
-            text = f"{text}\n{CONFIRM}".strip() if submit else text or SILENT
-        history.observe(text, closed=len(reply.ids) > 0 and reply.ids[-1] == chat.stop_ids[0])
-    return "out_of_turns", f"{config.max_turns} turns"
+            raise _End("length", f"a reply was cut at {len(reply.ids)} tokens")
+        action = parse(self._chat.reply_text(reply.ids), self._config.protocol)
+        self._record.amend(**describe(action))
+        result = None
+        if not isinstance(action, Malformed):
+            result = await self._console.run(action.lines)
+            self._record.amend(result=result)
+        done = isinstance(action, Submit)
+        if done and (self._asked or self._config.protocol == "bash"):
+            raise _End("submitted", "")
+        self._asked, self._fresh = done, False
+        text = observation(action, result, self._config.protocol)
+        self.history.observe(text, self._closed)
+
+    async def _compact(self, turn: int) -> None:
+        """Asks for a summary instead of showing what came of the last turn, and begins a chunk with it."""
+        self.history.observe(summary_request(self._config.max_summary), self._closed)
+        prompt, room = self._prompt(turn)
+        reply = await self._sample(turn, prompt, min(self._config.max_summary, room), "summary")
+        summary = "" if reply.finish == "length" else self._chat.reply_text(reply.ids)
+        screen = await self._console.screen()
+        self._record.amend(result=ExecResult(0, screen, 0.0, False))
+        self.history.reopen(opening(self._task.instruction, screen, summary))
+        self._fresh, self._asked = True, False
+
+    def _prompt(self, turn: int) -> tuple[np.ndarray, int]:
+        """i32[N], and how many tokens may follow it."""
+        try:
+            prompt = self.history.prompt()
+        except TemplateError as error:
+            raise TemplateError(f"trial {self._record.trial}, turn {turn}: {error}") from None
+        return prompt, self._config.max_context - max(len(prompt), self.history.length)
+
+    async def _sample(
+        self, turn: int, prompt: np.ndarray, most: int, action: str = "none"
+    ) -> Sampled:
+        """At most `most` tokens after the prompt, recorded."""
+        if most < 1:
+            raise _End("context_full", f"{self._config.max_context} tokens")
+        trial = self._record.trial
+        reply = await self._sampler.sample(trial, turn, prompt, self.history.rows, most)
+        try:
+            joined = self.history.add(reply)
+        except ValueError as error:
+            raise ValueError(f"trial {trial}, turn {turn}: {error}") from None
+        self._record.add(joined, reply, action)
+        if reply.finish == "abort":
+            raise _End("infra", "the sampler aborted the reply")
+        self._closed = len(reply.ids) > 0 and reply.ids[-1] == self._chat.stop_ids[0]
+        return reply
 
 
-async def _run(
-    sandbox: Sandbox, lines: tuple[Line, ...], config: EpisodeConfig
-) -> tuple[str, ExecResult | None]:
-    """Runs an action's lines in order; returns what the agent reads and the last line's result."""
-    texts, result = [], None
-    for line in lines:
-        seconds = min(line.wait_s or config.command_timeout_s, config.command_timeout_s)
-        result = await sandbox.run(line.text, seconds)
-        output = result.output.strip("\n")
-        if result.exit_code:
-            output = f"exit {result.exit_code}\n{output}".rstrip("\n")
-        if output:
-            texts.append(output)
-    if len(texts) > 1:
-        together = Output(config.max_output_bytes)
-        together.add("\n".join(texts).encode())
-        return together.text(), result
-    return "".join(texts), result
-
-
-class _Record:
-    """What became of one trial, turn by turn."""
-
-    def __init__(self, task: Task, trial: int, attempt: int, temperature: float):
-        self.task, self.trial, self.attempt = task, trial, attempt
-        self.turns: list[Turn] = []
-        self._temperature = temperature
-        self._started = self._lapped = time.monotonic()
-
-    def add(self, joined: Joined, reply: Sampled) -> None:
-        self.turns.append(
-            Turn(
-                context=joined.context,
-                sampled=reply.ids,
-                logprobs=reply.logprobs,
-                finish=reply.finish,
-                version=reply.version,
-                action="none",
-                command=None,
-                result=None,
-                seconds=self._lap(),
-                digest=reply.digest,
-                join=joined.join,
-                drop=joined.drop,
-            )
-        )
-
-    def amend(self, **fields) -> None:
-        """Completes the last turn, once its reply has been understood and once it has been carried out."""
-        last = self.turns[-1]
-        self.turns[-1] = dataclasses.replace(last, seconds=last.seconds + self._lap(), **fields)
-
-    def _lap(self) -> float:
-        """Seconds since the last call."""
-        before, self._lapped = self._lapped, time.monotonic()
-        return self._lapped - before
-
-    def chunks(self, history: History, status: str, cause: str) -> list[Trajectory]:
-        """One trajectory a chunk, at least one."""
-        if not self.turns:
-            return [self._chunk(0, [], np.zeros((0, 0, 0), np.uint8), status, cause)]
-        said = history.rewrite([Said(t.context, t.sampled, t.logprobs) for t in self.turns])
-        turns = [
-            dataclasses.replace(turn, **words._asdict())
-            for turn, words in zip(self.turns, said, strict=True)
-        ]
-        begins = [i for i, turn in enumerate(turns) if turn.join == "split"]
-        ranges = itertools.pairwise([*begins, len(turns)])
-        return [
-            self._chunk(n, turns[begin:end], experts, status, cause)
-            for n, ((begin, end), experts) in enumerate(zip(ranges, history.experts(), strict=True))
-        ]
-
-    def _chunk(self, number: int, turns, experts, status: str, cause: str) -> Trajectory:
-        return Trajectory(
-            task=self.task.name,
-            family=self.task.family,
-            trial=self.trial,
-            attempt=self.attempt,
-            chunk=number,
-            turns=tuple(turns),
-            experts=experts,
-            status=status,
-            cause=cause,
-            temperature=self._temperature,
-            seconds=time.monotonic() - self._started,
-        )
+def describe(action: Action) -> dict[str, str | None]:
+    """Its name and what it types, as a turn records them."""
+    if isinstance(action, Malformed):
+        return {"action": "malformed", "command": None}
+    command = "\n".join(line.text for line in action.lines) or None
+    return {"action": "submit" if isinstance(action, Submit) else "command", "command": command}

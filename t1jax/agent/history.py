@@ -36,7 +36,7 @@ class Said(NamedTuple):
 
 
 class History(Protocol):
-    """A trial in the order: prompt, add, observe, prompt ..."""
+    """A trial in the order: prompt, add, observe, prompt ...; what was observed may be replaced until `add`."""
 
     rows: int  # of experts held, which the sampler need not send again
     length: int  # of the stream that is to be trained on, with the open prompt
@@ -49,6 +49,9 @@ class History(Protocol):
 
     def observe(self, text: str, closed: bool) -> None:
         """What the sandbox answered; `closed`: the reply ended in the template's own token."""
+
+    def reopen(self, instruction: str) -> None:
+        """Begins a new chunk: the system message and this one are all that the sampler reads from here on."""
 
     def experts(self) -> list[np.ndarray]:
         """[N-1, L, K] of each chunk; a chunk begins with each turn whose join is "split"."""
@@ -65,13 +68,17 @@ def make_history(kind: Kind, chat: Chat, system: str, instruction: str) -> Histo
 
 
 class TokenHistory:
-    """One stream of ids that only grows."""
+    """A stream of ids that only grows; another one where it is reopened."""
 
     def __init__(self, chat: Chat, system: str, instruction: str):
+        self._chat, self._system = chat, system
+        self._experts: list[list[np.ndarray]] = []  # parts of [N-1, L, K], by chunk
+        self.reopen(instruction)
+
+    def reopen(self, instruction: str) -> None:
         self.rows = 0
-        self._chat = chat
-        self._tokens, self._context = np.zeros(0, np.int32), chat.opening(system, instruction)
-        self._experts: list[np.ndarray] = []
+        self._tokens = np.zeros(0, np.int32)
+        self._context = self._chat.opening(self._system, instruction)
 
     @property
     def length(self) -> int:
@@ -89,16 +96,19 @@ class TokenHistory:
                 f"the sampler returned experts of tokens [{start}, {start + len(reply.experts)}), "
                 f"needed are [{self.rows}, {end})"
             )
-        self._experts.append(reply.experts[self.rows - start :])
+        join = "strict" if len(self._tokens) else "split"
+        if join == "split":
+            self._experts.append([])
+        self._experts[-1].append(reply.experts[self.rows - start :])
         self._tokens = np.concatenate([self._tokens, context, reply.ids])
-        self._context, first, self.rows = context[:0], len(self._experts) == 1, end
-        return Joined(context, "split" if first else "strict")
+        self._context, self.rows = context[:0], end
+        return Joined(context, join)
 
     def observe(self, text: str, closed: bool) -> None:
         self._context = self._chat.observation(text, closed)
 
     def experts(self) -> list[np.ndarray]:
-        return [np.concatenate(self._experts)]
+        return [np.concatenate(parts) for parts in self._experts]
 
     def rewrite(self, turns: list[Said]) -> list[Said]:
         return turns
@@ -108,25 +118,32 @@ class TextHistory:
     """Messages, rendered and encoded anew each turn."""
 
     def __init__(self, chat: Chat, system: str, instruction: str):
-        self._chat = chat
-        self._messages = conversation(chat.harmless(system), chat.harmless(instruction), [])
+        self._chat, self._system = chat, system
         self._rendered = Rendered("", np.zeros(0, np.int32))
-        self._reply = ""
+        self.reopen(instruction)
+
+    def reopen(self, instruction: str) -> None:
+        system, user = self._chat.harmless(self._system), self._chat.harmless(instruction)
+        self._messages = conversation(system, user, [])
+        self._reply, self._before = "", len(self._messages)
 
     def _render(self) -> np.ndarray:
         self._rendered = self._chat.render(self._messages, self._rendered)
         return self._rendered.ids
 
+    def _replied(self, ids: np.ndarray) -> None:
+        self._reply, self._before = self._chat.quote(ids), len(self._messages)
+
     def observe(self, text: str, closed: bool) -> None:
-        self._messages += said(self._reply, self._chat.harmless(text))
+        self._messages[self._before :] = said(self._reply, self._chat.harmless(text))
 
 
 class StitchedHistory(TextHistory):
     """Prompts joined around the sampler's own ids; a chunk for each that cannot be joined."""
 
     def __init__(self, chat: Chat, system: str, instruction: str):
-        super().__init__(chat, system, instruction)
         self._stitcher = Stitcher(chat.pieces)
+        super().__init__(chat, system, instruction)
 
     @property
     def rows(self) -> int:
@@ -136,6 +153,10 @@ class StitchedHistory(TextHistory):
     def length(self) -> int:
         return self._stitcher.length
 
+    def reopen(self, instruction: str) -> None:
+        super().reopen(instruction)
+        self._stitcher.split()
+
     def prompt(self) -> np.ndarray:
         prompt = self._render()
         self._join = self._stitcher.read(prompt)
@@ -143,7 +164,7 @@ class StitchedHistory(TextHistory):
 
     def add(self, reply: Sampled) -> Joined:
         self._stitcher.add(reply.ids, reply.experts, reply.experts_start)
-        self._reply = self._chat.quote(reply.ids)
+        self._replied(reply.ids)
         context = self._rendered.ids[self._join.resume :]
         return Joined(context, self._join.case, self._join.drop)
 
@@ -176,7 +197,7 @@ class RetokenizedHistory(TextHistory):
             raise ValueError(f"the sampler returned {len(reply.experts)} rows of experts of {rows}")
         join = "retokenized" if self._last else "split"
         self._last = self._rendered.ids, reply, len(self._messages)
-        self._reply = self._chat.quote(reply.ids)
+        self._replied(reply.ids)
         return Joined(reply.ids[:0], join)  # `rewrite` tells them apart
 
     def experts(self) -> list[np.ndarray]:

@@ -152,6 +152,7 @@ class Stitcher:
 
     def __init__(self, pieces: Pieces):
         self.length = 0  # of the open chunk, with the prompt that was read last
+        self._held = 0  # of it up to the last reply
         self._pieces = pieces
         self._experts: list[list[np.ndarray]] = []  # parts of [N-1, L, K], by chunk
         self._last: tuple[np.ndarray, np.ndarray, int] | None = None  # prompt, reply, begin
@@ -162,14 +163,21 @@ class Stitcher:
         """How many rows of experts of the prompt are held, or not needed."""
         return max(self._join.resume - 1, 0)
 
+    def split(self) -> None:
+        """The next prompt opens a chunk, whatever it says."""
+        self._last = None
+
     def read(self, prompt: np.ndarray) -> Boundary:
-        """How the prompt joins the open chunk: its ids from `resume` on are the turn's context."""
+        """How the prompt joins the open chunk: its ids from `resume` on are the turn's context.
+
+        Another prompt may be read instead, until a reply is added.
+        """
         self._prompt, self._join = prompt, Boundary("split", 0)
         if self._last is not None:
             last, reply, begin = self._last
             self._join = boundary(last, reply, prompt, self._pieces, begin)
         case, resume, _ = self._join
-        self.length = len(prompt) - resume + (0 if case == "split" else self.length)
+        self.length = len(prompt) - resume + (0 if case == "split" else self._held)
         return self._join
 
     def add(self, reply: np.ndarray, experts: np.ndarray, start: int) -> None:
@@ -192,7 +200,7 @@ class Stitcher:
             self._experts[-1].append(experts[resume - 1 - start :])
         else:
             self._experts[-1] += [self._experts[-1][-1][-1:], experts[resume - start :]]
-        self.length += len(reply)
+        self._held = self.length = self.length + len(reply)
         self._last = self._prompt, reply, resume
 
     def experts(self) -> list[np.ndarray]:

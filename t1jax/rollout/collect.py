@@ -15,6 +15,9 @@ from t1jax.types import Sampler, SamplerError, Sandbox, SandboxError, Task, Traj
 MakeSandbox = Callable[[Task, int], Awaitable[Sandbox]]  # the int: bytes kept of a command's output
 
 
+CLOSE_S = 30.0  # what closing a sandbox has at least, whatever is left of the trial's time
+
+
 class CollectError(RuntimeError):
     """Too many trials failed in the infrastructure to train on the rest: one line with the first cause."""
 
@@ -93,27 +96,49 @@ async def run_trial(
 ) -> list[Trajectory]:
     """One attempt at one task, verified also where a limit ended it; reward None where there is no outcome.
 
-    Verdict and reward are those of the trial: every chunk has them, undivided.
+    Verdict and reward are those of the trial: every chunk has them, undivided. The trial's time begins once it
+    is admitted. An image that is yet to be built, and the verifier, have times of their own, by task.
     """
-    arguments = (trial.number, attempt, config.temperature)
+    task, arguments = trial.task, (trial.number, attempt, config.temperature)
+    clock, seconds = asyncio.get_running_loop().time, config.episode.trial_timeout_s
     try:
         await sampler.admit()
-        sandbox = await make_sandbox(trial.task, config.episode.max_output_bytes)
+        until = clock() + seconds + task.build_timeout_s
+        sandbox = await _start(make_sandbox, task, config.episode, until)
     except (SamplerError, SandboxError) as error:
-        return [_without_start(trial.task, *arguments, str(error))]
+        return [_without_start(task, *arguments, str(error))]
+    until = min(until, clock() + seconds)
     try:
-        chunks = await run_episode(trial.task, sandbox, sampler, chat, config.episode, *arguments)
+        episode = sampler, chat, config.episode, *arguments
+        chunks = await run_episode(task, sandbox, *episode, until=until)
         if chunks[0].status == "infra":
             return chunks
-        verdict = await verify(trial.task, sandbox)
+        verifying = clock()
+        verdict = await verify(task, sandbox)
+        until += clock() - verifying
     finally:
-        with contextlib.suppress(
-            SandboxError
-        ):  # it is dead to us; its fork server ends it at the latest
-            await sandbox.close()
+        # Where that fails it is dead to us; its host ends it at the latest.
+        with contextlib.suppress(SandboxError, TimeoutError):
+            async with asyncio.timeout_at(max(until, clock() + CLOSE_S)):
+                await sandbox.close()
     value = reward(verdict, config.reward_kind, config.reward_scale)
     cause = chunks[0].cause if value is not None else f"verifier: {verdict.cause}"
     return [dataclasses.replace(c, verdict=verdict, reward=value, cause=cause) for c in chunks]
+
+
+async def _start(
+    make_sandbox: MakeSandbox, task: Task, config: EpisodeConfig, until: float
+) -> Sandbox:
+    """Raises SandboxError also where it is not there by then."""
+    try:
+        async with asyncio.timeout_at(until) as deadline:
+            return await make_sandbox(task, config.max_output_bytes)
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise SandboxError(
+            f"no sandbox within {config.trial_timeout_s:g} s and {task.build_timeout_s:g} s for its image"
+        ) from None
 
 
 def _without_start(task: Task, number: int, attempt: int, temperature: float, cause: str):

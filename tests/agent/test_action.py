@@ -1,11 +1,22 @@
 """From the text of a reply to an action."""
 
+import functools
 import json
-import re
 
 import pytest
 
-from t1jax.agent.action import SYSTEM, Command, Line, Malformed, Submit, parse
+from t1jax.agent.action import (
+    CONFIRM,
+    SILENT,
+    SYSTEM,
+    Command,
+    Line,
+    Malformed,
+    Submit,
+    observation,
+    parse,
+)
+from t1jax.types import ExecResult
 
 
 def run(*lines: str) -> Command:
@@ -48,55 +59,116 @@ def terminus(commands=(), **fields) -> str:
     return json.dumps({"analysis": "a", "plan": "p", "commands": list(commands), **fields})
 
 
-def test_terminus_commands_in_order_with_their_waits():
+def test_terminus_keystrokes_stay_as_they_are():
     keys = [
-        {"keystrokes": "cd a\n"},
-        {"keystrokes": "make\n", "duration": 30},
-        {"keystrokes": "x\n", "duration": 1e9},
-        {"keystrokes": "", "duration": 5},
-        {"keystrokes": "a\nb\n", "duration": 0.1},
+        {"keystrokes": "cd a\n", "duration": 0.1},
+        {"keystrokes": "C-c", "duration": 30},
+        {"keystrokes": "a\nb\n", "duration": 1e9},
+        {"keystrokes": "", "duration": -5},
+        {"keystrokes": " \u001b[A", "duration": 10**400},
     ]
-    lines = (Line("cd a", 1.0), Line("make", 30.0), Line("x", 60.0), Line("a\nb", 1.0))
-    assert parse(terminus(keys), "terminus") == Command(lines)
-    assert parse(terminus(keys, task_complete=True), "terminus") == Submit(lines)
-    assert parse(f"Here:\n```json\n{terminus()}\n```", "terminus") == Command(())
+    waits = (0.1, 30.0, 60.0, 0.0, 60.0)
+    lines = tuple(Line(k["keystrokes"], wait) for k, wait in zip(keys, waits, strict=True))
+    remark = "command 2: no newline at its end, so the next command goes on in the same line"
+    assert parse(terminus(keys), "terminus") == Command(lines, (remark,))
+    assert parse(terminus(keys, task_complete=True), "terminus") == Submit(lines, (remark,))
+    assert parse(terminus(), "terminus") == Command(())
+
+
+A = {"keystrokes": "a\n", "duration": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "warnings"),
+    [
+        (f"Well. {terminus()}", ["there is text before the JSON object"]),
+        (f"{terminus()} {terminus()}", ["there is text after the JSON object"]),
+        (
+            f'a "quote {terminus()}\n```',
+            ["there is text before the JSON object", "there is text after the JSON object"],
+        ),
+        ('{"commands": [], "plan": "", "analysis": ""}', ["the fields should come in the order"]),
+        ('{"analysis": 1, "plan": null, "commands": []}', ["analysis should", "plan should be"]),
+        (terminus(task_complete=1.5), ["task_complete should be true or false"]),
+        (terminus([{"keystrokes": "a\n"}]), ["command 1: duration should be a number"]),
+        *(
+            (terminus([{"keystrokes": "a\n", "duration": d}]), ["command 1: duration should be a"])
+            for d in ("1", None, [], float("nan"))
+        ),
+        (terminus([A | {"is_blocking": True}]), ["command 1: unknown fields: is_blocking"]),
+        # Repaired.
+        (terminus([A])[:-1], ["repaired: missing closing braces"]),
+        ("{oh} " + terminus([A]), ["repaired: another JSON object was read"]),
+        ('{"a": 1} ' + terminus([A]), ["repaired: another JSON object was read"]),
+        # Done is done, whatever the commands are; none of them is typed.
+        (terminus([A, 5], task_complete=True), ["command 2: needs keystrokes, a string"]),
+    ],
+)
+def test_terminus_is_read_with_warnings(text, warnings):
+    action = parse(text, "terminus")
+    assert isinstance(action, Command | Submit)
+    for found, wanted in zip(action.warnings, warnings, strict=True):
+        assert found.startswith(wanted)
+    assert all(line.wait_s == 1.0 for line in action.lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [("true", Submit), ("YES", Submit), ("1", Submit), ("no", Command), (None, Command)],
+)
+def test_terminus_completion_may_be_a_word(value, kind):
+    assert type(parse(terminus(task_complete=value), "terminus")) is kind
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("no object", "expected a JSON object, got none"),
-        ('{"analysis": "a"', "invalid JSON"),
+        ("no object", "no JSON object found"),
+        ("", "no JSON object found"),
+        ('{"analysis": "a"', "no JSON object found"),
+        ('{"analysis": "a", "plan": "{', "no JSON object found"),
         ('{"analysis": "a",}', "invalid JSON"),
-        ("{" * 100_000, "invalid JSON"),
-        ('{"a":' * 100_000, "invalid JSON"),
+        ("{" * 100_000, "no JSON object found"),
+        ('{"a":' * 100_000, "no JSON object found"),
         ('{"n": ' + "9" * 5000 + "}", "invalid JSON"),
-        (terminus() + terminus(), "expected one JSON object"),
-        ('{"plan": "p", "commands": []}', "analysis must be a string"),
-        ('{"analysis": "a", "plan": 1, "commands": []}', "plan must be a string"),
-        ('{"analysis": "a", "plan": "p"}', "commands must be a list"),
-        (terminus(task_complete="yes"), "task_complete must be true or false"),
-        (terminus(["ls\n"]), r"commands\[0\]: keystrokes must be a string"),
-        (terminus([{"keystrokes": "a\n"}, {}]), r"commands\[1\]: keystrokes must be a string"),
-        (terminus([{"keystrokes": "C-c"}]), r"commands\[0\]: keystrokes must end in a newline"),
-        (terminus([{"keystrokes": "\0\n"}]), r"commands\[0\]: keystrokes hold a NUL"),
-        (terminus([{"keystrokes": "\ud800\n"}]), r"commands\[0\]: keystrokes hold a NUL or half"),
-        *(
-            (terminus([{"keystrokes": "a\n", "duration": d}]), "duration must be a number")
-            for d in ("1", None, True, -1, float("nan"), float("inf"))
-        ),
+        ('{"plan": "p", "commands": []}', "missing fields: analysis"),
+        ('{"plan": "p"}', "missing fields: analysis, commands"),
+        ('{"analysis": "a", "plan": "p", "commands": {}}', "commands must be a list"),
+        (terminus(["ls\n"]), "command 1: needs keystrokes, a string"),
+        (terminus([A, {}]), "command 2: needs keystrokes, a string"),
+        (terminus([A, {"keystrokes": 1}]), "command 2: needs keystrokes, a string"),
+        (terminus([{"keystrokes": "\0\n"}]), "command 1: keystrokes hold a NUL"),
+        (terminus([{"keystrokes": "\ud800\n"}]), "command 1: keystrokes hold a NUL or half"),
     ],
 )
 def test_terminus_malformed(text, message):
     action = parse(text, "terminus")
     assert isinstance(action, Malformed)
-    assert re.search(message, action.message), action.message
+    assert action.message.startswith(message)
     assert len(action.message) < 200
 
 
-def test_huge_duration_is_capped():
-    keys = [{"keystrokes": "a\n", "duration": 10**400}]
-    assert parse(terminus(keys), "terminus") == Command((Line("a", 60.0),))
+def test_what_the_terminus_agent_reads():
+    screen = ExecResult(0, "Current Terminal Screen:\n$", 1.0, False)
+    read = functools.partial(observation, protocol="terminus")
+    assert read(parse(terminus([A]), "terminus"), screen) == screen.output
+    warned = read(parse(f"Hm {terminus()} Hm", "terminus"), screen)
+    assert warned == (
+        "Your reply was read with warnings:\n- there is text before the JSON object\n"
+        f"- there is text after the JSON object\n\n{screen.output}"
+    )
+    asked = read(parse(f"Hm {terminus(task_complete=True)}", "terminus"), screen)
+    assert asked == f"The terminal now:\n{screen.output}\n\n{CONFIRM}"
+    wrong = read(parse("Hm {}", "terminus"), None)
+    assert wrong.startswith("Nothing was run, your reply could not be read.\nError: missing fields")
+    assert "\nWarnings:\n- there is text before the JSON object\n\nReply again" in wrong
+
+
+def test_what_the_bash_agent_reads():
+    ran = parse("```bash\nls\n```", "bash")
+    for code, output, read in ((0, "a\n\n", "a"), (0, "\n", SILENT), (3, "", "exit 3")):
+        assert observation(ran, ExecResult(code, output, 0.0, False), "bash") == read
+    assert observation(parse("", "bash"), None, "bash").startswith("expected one bash")
 
 
 def test_every_protocol_has_its_instructions():

@@ -28,7 +28,7 @@ from fakes import (
 
 from t1jax.agent.action import SYSTEM
 from t1jax.agent.chat import Chat
-from t1jax.agent.episode import CONFIRM, run_episode
+from t1jax.agent.episode import run_episode
 from t1jax.sandbox.namespace import NamespaceSandbox
 from t1jax.types import SamplerError
 
@@ -376,6 +376,20 @@ def test_time_runs_out_while_the_model_thinks(play):
     assert sum(t.seconds for t in trajectory.turns) <= trajectory.seconds < 5
 
 
+def test_a_turn_has_a_time_of_its_own(play):
+    """Its reply and its command count together; the sandbox can still be verified."""
+
+    async def think(box):
+        await asyncio.sleep(0.6)
+        return bash("sleep 30")
+
+    trajectory, _ = play([bash("sleep 0.6")] * 2 + [think], after=usable, turn_timeout_s=1.0)
+    assert (trajectory.status, trajectory.cause) == ("timeout", "turn 2 took 1 s")
+    assert [t.command for t in trajectory.turns] == ["sleep 0.6", "sleep 0.6", "sleep 30"]
+    assert trajectory.turns[2].result is None
+    assert trajectory.seconds < 5
+
+
 def test_the_tasks_own_time_limit_holds(tasks, play):
     task = dataclasses.replace(tasks[0][0], agent_timeout_s=0.5)
     trajectory, _ = play([bash("sleep 30")], task=task)
@@ -418,45 +432,3 @@ def test_cancellation_passes_through_and_frees_the_slot(chat, tasks):
             await sandbox.close()
 
     asyncio.run(main())
-
-
-def terminus(*keys: str, done: bool = False) -> str:
-    commands = ", ".join(f'{{"keystrokes": "{k}\\n"}}' for k in keys)
-    flag = "true" if done else "false"
-    return f'{{"analysis": "", "plan": "", "commands": [{commands}], "task_complete": {flag}}}'
-
-
-def test_terminus_runs_lines_and_asks_twice(chat, play):
-    script = [
-        terminus("cd /tmp", "pwd", "false", "echo x"),
-        terminus(done=True),
-        terminus("echo more"),  # takes it back
-        terminus("echo last", done=True),
-        "no JSON",  # confirms nothing
-        terminus(done=True),
-        terminus(done=True),
-    ]
-    trajectory, _ = play(script, protocol="terminus", max_reply=400)
-    assert trajectory.status == "submitted" and len(trajectory.turns) == len(script)
-    assert observed(chat, trajectory) == [
-        "/tmp\nexit 1\nx",
-        CONFIRM,
-        "more",
-        f"last\n{CONFIRM}",
-        "expected a JSON object, got none",
-        CONFIRM,
-    ]
-    assert trajectory.turns[0].command == "cd /tmp\npwd\nfalse\necho x"
-    assert [t.action for t in trajectory.turns] == [
-        *("command", "submit", "command", "submit", "malformed", "submit", "submit")
-    ]
-
-
-def test_the_output_of_several_lines_is_cut_as_one(chat, play):
-    line = "yes maple | head -c 900"
-    trajectory, _ = play(
-        [terminus(line, line, line), terminus(done=True), terminus(done=True)],
-        protocol="terminus",
-        max_reply=400,
-    )
-    assert len(observed(chat, trajectory)[0]) < EPISODE.max_output_bytes + 60

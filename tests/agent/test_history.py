@@ -141,6 +141,25 @@ def test_words_that_the_template_changes_open_a_chunk(chat, task):
     assert count([first, second]).joins == {"split": 1, "normalized": 1}
 
 
+def test_a_summary_replaces_the_messages(chat, task):
+    """A new chunk, though the template repeats all that the new conversation says of the old one."""
+    limits = {"max_context": 900, "compact_below": 400, "max_reply": 100, "max_summary": 100}
+    said = replies(chat, *[bash("seq 30")] * 12)
+    chunks, prompts = play(task, chat, said, max_turns=12, **limits)
+    assert len(chunks) > 2
+    first, turns = chunks[0], 0
+    for chunk in chunks:
+        assert {t.join for t in chunk.turns[1:]} <= {"normalized"}
+        np.testing.assert_array_equal(chunk.turns[0].context, prompts[turns])
+        assert len(chunk.tokens) <= 900
+        turns += len(chunk.turns)
+    assert first.turns[-1].action == "summary"
+    words = chat.decode(prompts[len(first.turns)])
+    assert "Your summary of the work so far:\n```bash\nseq 30" in words
+    assert words.count("<|im_start|>") == 3
+    assert count(chunks).drifted == 0
+
+
 @pytest.mark.parametrize("history", ["stitched", "retokenized"])
 def test_the_context_limit_holds_for_prompts_and_for_the_stream(chat, task, history):
     """Thoughts that the template drops stay in the stream, which is the longer of the two."""

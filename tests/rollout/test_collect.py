@@ -245,6 +245,83 @@ def test_work_done_before_a_limit_counts(chat, solved):
     assert trajectory.status == "timeout" and trajectory.resolved and not trajectory.ended
 
 
+def test_a_trial_has_a_time_of_its_own(chat, solved):
+    """A slow start takes the agent's time away; what it did is verified, and the trial is not refilled."""
+    task, solution = solved[0]
+    sandboxes = Sandboxes()
+
+    async def slow(task, max_output):
+        await asyncio.sleep(0.7)
+        return await sandboxes(task, max_output)
+
+    script = [*map(bash, solution), bash("sleep 30")]
+    limits = dataclasses.replace(COLLECT.episode, trial_timeout_s=1.5)
+    quick = dataclasses.replace(task, build_timeout_s=1.0)
+    sampler = ScriptedSampler(chat, {100: script})
+    (trajectory,) = gather([quick], sampler, chat, slow, episode=limits)
+    assert (trajectory.status, trajectory.cause) == ("timeout", "the trial's 1.5 s were over")
+    assert trajectory.resolved and trajectory.attempt == 0
+    assert not any(map(alive, sandboxes.started))
+
+
+def test_a_sandbox_that_does_not_start_is_an_infrastructure_failure(chat, solved):
+    """There is nothing to verify: the trial is made again, then given up."""
+
+    async def never(task, max_output):
+        await asyncio.sleep(60)
+
+    task = dataclasses.replace(solved[0][0], build_timeout_s=0.1)
+    limits = dataclasses.replace(COLLECT.episode, trial_timeout_s=0.2)
+    sampler = ScriptedSampler(chat, {})
+    (t,) = gather([task], sampler, chat, never, episode=limits, max_infra_share=1.0)
+    assert (t.status, t.attempt, t.reward) == ("infra", COLLECT.max_attempts - 1, None)
+    assert t.cause == "no sandbox within 0.2 s and 0.1 s for its image" and sampler.calls == []
+
+
+def test_a_sandbox_that_does_not_close_keeps_no_trial(chat, solved, monkeypatch):
+    """Its verdict stands."""
+    monkeypatch.setattr("t1jax.rollout.collect.CLOSE_S", 0.2)
+    task, solution = solved[0]
+    ends = []
+
+    async def stuck(task, max_output):
+        sandbox = await NamespaceSandbox.start(task, max_output)
+        close = sandbox.close
+
+        async def hang():
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ends.append(sandbox)
+                await close()
+
+        sandbox.close = hang
+        return sandbox
+
+    limits = dataclasses.replace(COLLECT.episode, trial_timeout_s=1.5)
+    sampler = ScriptedSampler(chat, {100: replies(solution)})
+    (trajectory,) = gather([task], sampler, chat, stuck, episode=limits)
+    assert trajectory.status == "submitted" and trajectory.resolved and len(ends) == 1
+
+
+def test_the_chunks_of_a_trial_share_its_verdict(chat, solved):
+    """A summary in between changes nothing about what the work is worth."""
+    task, solution = solved[0]
+    limits = dataclasses.replace(
+        COLLECT.episode, max_context=1200, max_reply=100, compact_below=600, max_summary=100
+    )
+    script = [bash("seq 100"), bash("seq 100"), "Counted.", *replies(solution)]
+    chunks = gather([task], ScriptedSampler(chat, {100: script}), chat, episode=limits)
+    assert [c.chunk for c in chunks] == [0, 1]
+    assert [t.action for t in chunks[0].turns] == ["command", "command", "summary"]
+    first, second = chunks
+    assert (first.reward, first.verdict) == (second.reward, second.verdict)
+    assert first.resolved and first.status == second.status == "submitted"
+    for chunk in chunks:
+        chunk.check()
+        assert len(chunk.experts) == len(chunk.tokens) - 1
+
+
 @pytest.fixture
 def graded(tmp_path):
     """graded(test.sh) -> a task with that verifier."""
