@@ -123,16 +123,8 @@ class DockerSandbox:
         self._ended = True
         await self._shell.end_agent()
 
-    async def end_shell(self) -> None:
-        """Ends the shell alone, for tasks whose tests talk to what the agent left running.
-
-        `run` is refused afterwards. Its other processes go on and may still change files.
-        """
-        self._ended = True
-        await self._shell.end_shell()
-
     async def pause(self) -> None:
-        """Stops every process until `unpause`; meanwhile only `fork` and `close` may be called."""
+        """Stops every process until `unpause`; meanwhile only `fork`, `changed` and `close` may be called."""
         await self._host.call(lambda api: api.pause(self.name))
 
     async def unpause(self) -> None:
@@ -145,10 +137,12 @@ class DockerSandbox:
         return {change["Path"]: CHANGES[change["Kind"]] for change in found}
 
     async def fork(self) -> "DockerSandbox":
-        """A new sandbox on the same host with the files of this one and none of its processes.
+        """Another sandbox on the same host with the files and the network of this one, but none of its processes.
 
-        It needs no room of its own. Raises SandboxError for images with a VOLUME, which a copy would lack.
+        `run` is refused in it, and from now on here, where processes go on. It needs no room of its own.
+        Raises SandboxError for images with a VOLUME, which a copy would lack.
         """
+        self._ended = True
         inspected = await self._host.call(lambda api: api.inspect_container(self.name))
         if volumes := [mount["Destination"] for mount in inspected["Mounts"]]:
             raise SandboxError(
@@ -161,13 +155,13 @@ class DockerSandbox:
             await self._host.starts.take()
             image = dataclasses.replace(self._image, id=copy)
             fork = await self._open(
-                self._hosts, self._host, self._task, image, self._shell.max_output
+                self._hosts, self._host, self._task, image, self._shell.max_output, self.name
             )
         except BaseException:
             self._host.containers -= 1
             await self._hosts.remove(self._host, "image", copy)
             raise
-        fork._copy = copy
+        fork._copy, fork._ended = copy, True
         return fork
 
     async def close(self) -> None:
@@ -188,11 +182,18 @@ class DockerSandbox:
 
     @classmethod
     async def _open(
-        cls, hosts: DockerHosts, host: DockerHost, task: Task, image: Image, max_output: int
+        cls,
+        hosts: DockerHosts,
+        host: DockerHost,
+        task: Task,
+        image: Image,
+        max_output: int,
+        beside: str | None = None,
     ) -> "DockerSandbox":
+        """`beside`: the container whose network it has."""
         name, workdir = hosts.name(), task.workdir or image.workdir or WORKDIR
-        settings = docker_container.settings(name, image, workdir, hosts.labels)
-        limits = docker_container.limits(task, hosts.config)
+        settings = docker_container.settings(name, image, workdir, hosts.labels, beside)
+        limits = docker_container.limits(task, hosts.config, beside)
         opening = host.submit(lambda api: docker_container.start(api, host, settings, limits))
         try:
             stream = await asyncio.shield(asyncio.wrap_future(opening))

@@ -22,12 +22,14 @@ MIB = 1 << 20
 STREAMS = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
 
 
-def settings(name: str, image: Image, workdir: str, labels: Mapping[str, str]) -> dict:
-    """What the container is, as the SDK wants it."""
+def settings(
+    name: str, image: Image, workdir: str, labels: Mapping[str, str], beside: str | None
+) -> dict:
+    """What the container is, as the SDK wants it. `beside`: another one, whose network and name it has."""
     return {
         "image": image.id,
         "name": name,
-        "hostname": "sandbox",
+        "hostname": None if beside else "sandbox",
         "entrypoint": ["bash", "--norc", "--noprofile"],
         "command": [],
         "environment": {"BASH_ENV": ""},  # an image may name a file for every bash to read
@@ -39,10 +41,11 @@ def settings(name: str, image: Image, workdir: str, labels: Mapping[str, str]) -
     }
 
 
-def limits(task: Task, config: DockerConfig) -> dict:
+def limits(task: Task, config: DockerConfig, beside: str | None) -> dict:
     """What the container may, as the SDK wants it."""
+    own = config.network if task.network == "public" else "none"
     return {
-        "network_mode": config.network if task.network == "public" else "none",
+        "network_mode": f"container:{beside}" if beside else own,
         "ipc_mode": "private",
         "cap_drop": ["ALL"],
         "cap_add": list(CAPABILITIES),

@@ -8,6 +8,7 @@ import functools
 import itertools
 import os
 import random
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -69,7 +70,7 @@ class DockerHost:
         self.bounds_disks = True  # until it says it cannot
         self.starts = TokenBucket(config.starts_per_s, CALLS)
         self._calls = concurrent.futures.ThreadPoolExecutor(CALLS, "docker")
-        self._builds = concurrent.futures.ThreadPoolExecutor(BUILDS, "docker-build")
+        self._building = threading.Semaphore(BUILDS)
         self._images: dict[str, concurrent.futures.Future] = {}
 
     @functools.cached_property
@@ -91,15 +92,28 @@ class DockerHost:
         future = self._images.get(tag)
         if future is None or (future.done() and future.exception()):
             make = functools.partial(docker_image.make, task=task, tag=tag)
-            future = self._images[tag] = self._builds.submit(self._work, make)
+            future = self._images[tag] = self._build(make)
         return await asyncio.shield(asyncio.wrap_future(future))
 
     def close(self) -> None:
         """Waits for the calls under way; nothing can be asked afterwards."""
-        for threads in (self._builds, self._calls):
-            threads.shutdown()
+        self._calls.shutdown()
         if "api" in self.__dict__:
             self.api.close()
+
+    def _build(self, make: Callable[[docker.APIClient], Image]) -> concurrent.futures.Future:
+        """Has a thread do it that may take minutes, and that does not keep a process from ending."""
+        future = concurrent.futures.Future()
+
+        def build() -> None:
+            with self._building:
+                try:
+                    future.set_result(self._work(make))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        threading.Thread(target=build, name="docker-build", daemon=True).start()
+        return future
 
     def _work(self, work: Callable[[docker.APIClient], Any]) -> Any:
         try:

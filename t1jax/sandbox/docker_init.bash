@@ -75,17 +75,6 @@ stop() {
   answer killed 0
 }
 
-# end_shell NONCE: kills the shell alone.
-end_shell() {
-  nonce=$1 watched=
-  if [[ $shell ]]; then
-    kill -9 "$shell"
-    wait "$shell"
-  fi
-  shell=
-  answer done 0
-}
-
 # end_agent NONCE: kills every process but this one; the number is how many will not die.
 end_agent() {
   nonce=$1 watched= shell=

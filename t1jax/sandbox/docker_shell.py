@@ -90,10 +90,6 @@ class Shell:
             _, result = await self._watch(_nonce(), "execute", *arguments, timeout_s=timeout_s)
         return result
 
-    async def end_shell(self) -> None:
-        """Kills the shell alone."""
-        await self._ask("end_shell")
-
     async def end_agent(self) -> None:
         """Kills every process but process 1."""
         if left := await self._ask("end_agent"):
