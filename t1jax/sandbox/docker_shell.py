@@ -21,6 +21,8 @@ TIMEOUT_CODE = 124
 GRACE_S = 30.0  # within which process 1 answers; on top of a program's own deadline
 CHUNK = 1 << 16
 FRAME = struct.Struct(">BxxxI")  # Docker's header: which of the streams, bytes that follow
+ANSWER = re.compile(rb" (done|gone|killed) (\d{1,3})\n")  # behind a nonce
+WINDOW = 2 * 16 + len(b" killed 255")  # bytes that may be the start of one
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -28,12 +30,11 @@ class Answers:
     """Parts a stream into what programs wrote and the answer to the last request, wherever it is cut."""
 
     def __init__(self):
-        self._nonce, self._held = b"-", b""
+        self._last, self._nonce, self._held = b"-", b"-", b""
 
     def expect(self, nonce: bytes) -> None:
         """From now on the answer with this nonce counts; one that comes late to the last is dropped."""
-        self._pattern = re.compile(rb"(%s|%s) (done|gone|killed) (\d+)\n" % (self._nonce, nonce))
-        self._nonce = nonce
+        self._last, self._nonce = self._nonce, nonce
 
     def feed(self, data: bytes, output: Output) -> tuple[str, int] | None:
         """Gives the answer if it is there; what came before it goes to `output`.
@@ -41,14 +42,20 @@ class Answers:
         The last bytes are kept: they may become an answer, or came after it and are for the next request.
         """
         self._held += data
-        while match := self._pattern.search(self._held):
-            output.add(self._held[: match.start()])
-            self._held = self._held[match.end() :]
-            if match[1] == self._nonce:
-                return match[2].decode(), int(match[3])
-        window = len(self._nonce) + len(b" killed 255")
-        output.add(self._held[:-window])
-        self._held = self._held[-window:]
+        self._take(self._last, output)
+        if answer := self._take(self._nonce, output):
+            return answer
+        output.add(self._held[:-WINDOW])
+        self._held = self._held[-WINDOW:]
+        return None
+
+    def _take(self, nonce: bytes, output: Output) -> tuple[str, int] | None:
+        start = -1
+        while (start := self._held.find(nonce, start + 1)) >= 0:
+            if answer := ANSWER.match(self._held, start + len(nonce)):
+                output.add(self._held[:start])
+                self._held = self._held[answer.end() :]
+                return answer[1].decode(), int(answer[2])
         return None
 
 
