@@ -46,12 +46,10 @@ class EpisodeConfig:
     max_reply: int  # tokens of one reply
     compact_below: int  # free tokens of the context below which it is summarized; 0 = never
     max_summary: int  # tokens of a summary
-    command_timeout_s: float
+    command_timeout_s: float  # in terminus the longest wait for one, 60 s at most
     turn_timeout_s: float  # a reply and the commands in it
     agent_timeout_s: float  # all turns; the task's own limit holds where it is shorter
-    trial_timeout_s: (
-        float  # starting the sandbox, the agent, and closing it; see rollout/collect.py
-    )
+    trial_timeout_s: float  # the sandbox's start and end, too; see rollout/collect.py
     max_output_bytes: int  # of what one reply's commands print; head and tail are kept
 
     def __post_init__(self):
@@ -147,7 +145,9 @@ class _Episode:
         self._task, self._sandbox, self._sampler = task, sandbox, sampler
         self._chat, self._config, self._record = chat, config, record
         self._fresh = True  # the chunk has no turn yet
-        self._asked = False  # whether the agent is sure that it is done
+        self._asked = (
+            False  # the agent has just said that it is done, and was asked whether it is sure
+        )
         self._closed = False  # the last reply ended in the template's own token
 
     async def play(self) -> None:
