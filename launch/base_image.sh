@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A base image without a registry: Debian bookworm with a compiler, Python and the usual tools, as t1jax/base:bookworm.
-#   bash launch/base_image.sh [unix:///path/docker.sock]     default: the daemon of launch/dockerd.sh
+#   bash launch/base_image.sh [URL [NAME...]]      URL: unix:///path/docker.sock or tcp://host:port, default the
+#                                                  daemon of launch/dockerd.sh; NAME: what Dockerfiles are FROM
 # Idempotent. DOCKERD_FOLDER (default .cache/docker) keeps base.tar, of which a new daemon gets the image in seconds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,7 +24,18 @@ there() { [ "$(curl -s -o /dev/null -w '%{http_code}' "${to[@]}/images/$image/js
 mkdir -p "$folder"
 exec 9>"$folder/base.lock"
 flock 9 # two test workers may want it at once
-there && exit 0
+# Lets Dockerfiles of tasks that are FROM the NAMEs build on it.
+also_named() {
+  for name in "$@"; do
+    curl -sf -o /dev/null -X POST "${to[@]}/images/$image/tag?repo=${name%:*}&tag=${name##*:}" ||
+      fail "the daemon at $url refused the name $name (it must be REPOSITORY:TAG)"
+  done
+}
+
+if there; then
+  also_named "${@:2}"
+  exit 0
+fi
 if [ ! -e "$folder/base.tar" ]; then
   [ "$(id -u)" = 0 ] || fail "needs root to make $folder/base.tar"
   if ! command -v mmdebstrap >/dev/null; then
@@ -44,3 +56,4 @@ curl -sf -o /dev/null -X POST -H "Content-Type: application/x-tar" -T "$folder/b
   "${to[@]}/images/create?fromSrc=-&repo=${image%:*}&tag=${image#*:}&changes=LABEL%20t1jax=base" ||
   fail "the daemon at $url did not take the image: does it run? (bash launch/dockerd.sh)"
 there || fail "the daemon at $url has no $image after the import"
+also_named "${@:2}"
