@@ -23,7 +23,7 @@ from t1jax.sandbox.docker_image import Image
 from t1jax.sandbox.spawner import SandboxUnavailable
 from t1jax.types import SandboxError, Task
 
-CALL_S = 60.0  # deadline of one request to a daemon
+CALL_S = 120.0  # deadline of one request to a daemon; large copies take long
 CALLS, BUILDS = 16, 2  # at a time on one host
 AVOIDED_S = 30.0  # how long a host that did not answer gets nothing new
 ROOM_S = 0.05  # between looks for room
@@ -247,4 +247,8 @@ def _orphans(api: docker.APIClient) -> list[tuple[Kind, str]]:
     mine = {"label": "t1jax=sandbox"}
     found = [("container", c) for c in api.containers(all=True, filters=mine)]
     found += [("image", i) for i in api.images(filters=mine)]
-    return [(kind, x["Id"]) for kind, x in found if docker_owner.gone(x["Labels"]["t1jax.owner"])]
+    return [
+        (kind, x["Id"])
+        for kind, x in found
+        if docker_owner.gone(x["Labels"].get("t1jax.owner", ""))
+    ]

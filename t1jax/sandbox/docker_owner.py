@@ -12,9 +12,8 @@ def identity() -> str:
 
 def gone(owner: str) -> bool:
     """True where the process of an identity has ended. Of a process elsewhere this is not known: False."""
-    boot, namespace, pid, start = owner.split()
-    here = identity().split()
-    return [boot, namespace] == here[:2] and _start(int(pid)) != start
+    here, there = identity().split(), owner.split()
+    return len(there) == 4 and there[:2] == here[:2] and _start(int(there[2])) != there[3]
 
 
 def _namespace() -> str:
