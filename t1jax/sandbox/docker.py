@@ -64,13 +64,14 @@ class DockerSandbox:
                 " docker sandbox (public and no-network are)"
             )
         for attempt in range(hosts.config.attempts):
+            if attempt:
+                await asyncio.sleep(RETRY_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
             try:
                 async with hosts.place() as host:
                     image = await host.image(task)
                     return await cls._open(hosts, host, task, image, max_output)
             except HostFailed as error:
                 last = error
-                await asyncio.sleep(RETRY_S * 2**attempt * random.uniform(0.5, 1.5))
         raise last
 
     async def run(self, command: str, timeout_s: float) -> ExecResult:
