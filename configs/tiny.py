@@ -48,6 +48,18 @@ def get_config(arg: str = "") -> ConfigDict:
         eval_count=256,
         seed=0,
     )
+    c.sandbox = dict(
+        kind="namespace",
+        fresh_verifier=False,
+        docker=dict(
+            hosts=("unix:///var/run/docker.sock",),
+            containers=64,
+            starts_per_s=4.0,
+            attempts=4,
+            processes=256,
+            network="bridge",
+        ),
+    )
     c.episode = dict(
         protocol="bash",
         history="tokens",

@@ -25,7 +25,7 @@ from t1jax.rollout import store
 from t1jax.rollout.collect import Trial, collect
 from t1jax.room import check_room
 from t1jax.run import abstract_policy, collect_config, make_chat, make_sampler
-from t1jax.sandbox.namespace import NamespaceSandbox
+from t1jax.sandbox.pool import MakeSandbox, open_sandboxes
 from t1jax.types import Engine, Task, Trajectory
 
 # Evaluation trials are numbered from here on: they never draw the randomness of a training one.
@@ -33,7 +33,11 @@ FIRST_TRIAL = 1 << 30
 
 
 def evaluate(
-    experiment: Experiment, tasks: Sequence[Task], sampler: Engine, chat: Chat
+    experiment: Experiment,
+    tasks: Sequence[Task],
+    make_sandbox: MakeSandbox,
+    sampler: Engine,
+    chat: Chat,
 ) -> list[Trajectory]:
     """`attempts` trials of every task, in order; the same randomness for every policy."""
     repeated = [task for task in tasks for _ in range(experiment.evaluate.attempts)]
@@ -44,7 +48,7 @@ def evaluate(
         return asyncio.run(
             collect(
                 trials,
-                NamespaceSandbox.start,
+                make_sandbox,
                 sampler,
                 chat,
                 config,
@@ -109,7 +113,8 @@ def main() -> None:
     try:
         sampler.load(params, 0)
         sampler.warm_up()
-        trajectories = evaluate(experiment, tasks, sampler, chat)
+        with open_sandboxes(experiment.sandbox) as make_sandbox:
+            trajectories = evaluate(experiment, tasks, make_sandbox, sampler, chat)
     finally:
         sampler.close()
     result = summarize(trajectories)

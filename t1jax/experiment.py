@@ -25,6 +25,7 @@ from t1jax.ppo.optim import OptimConfig
 from t1jax.ppo.step import PPOConfig
 from t1jax.rollout.fleet import FleetConfig
 from t1jax.rollout.sglang import RESERVED
+from t1jax.sandbox.pool import SandboxConfig
 from t1jax.types import Sampling
 
 
@@ -154,6 +155,7 @@ class Experiment:
     model: ModelConfig
     mesh: MeshConfig
     tasks: TaskConfig
+    sandbox: SandboxConfig
     episode: EpisodeConfig
     rollout: RolloutConfig
     engine: EngineConfig

@@ -5,7 +5,8 @@
 Also recorded: how many assertions a no-op passes (P_noop), that their number is the same in both runs, seconds and
 bytes; and refused is a task that shares 13 words in a row with one of the evaluation set. Prints a table; FILE gets
 one JSON object a task as soon as it is known, and the same command goes on with what is not there yet. A run with
-`tasks.preflight=FILE` leaves out what is unfit. The exit code is 1 when any task is unfit.
+`tasks.preflight=FILE` leaves out what is unfit. The exit code is 1 when any task is unfit. Containers are those of
+the daemon that $DOCKER_HOST names.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from absl import flags
@@ -24,13 +25,14 @@ from absl import flags
 from t1jax import command
 from t1jax.agent.decontaminate import find_contamination, index
 from t1jax.agent.fitness import Fitness, digest, read_lines
-from t1jax.agent.task import TaskError, load_tasks
+from t1jax.agent.task import load_tasks
 from t1jax.agent.verify import verify
 from t1jax.files import write_bytes
-from t1jax.sandbox.namespace import NamespaceSandbox, check_available
-from t1jax.types import Sandbox, SandboxError, Task, Verdict
+from t1jax.sandbox.docker_hosts import DockerConfig
+from t1jax.sandbox.namespace import MAX_OUTPUT
+from t1jax.sandbox.pool import MakeSandbox, SandboxConfig, open_sandboxes
+from t1jax.types import SandboxError, Task, Verdict
 
-MakeSandbox = Callable[[Task], Awaitable[Sandbox]]
 CONTAMINATED = "shares words with the evaluation task"
 Known = Mapping[tuple[str, ...], str]  # see decontaminate.index
 
@@ -89,7 +91,7 @@ async def check_task(task: Task, make_sandbox: MakeSandbox, sandbox: str, known:
 
 async def attempt(task: Task, make_sandbox: MakeSandbox, oracle: bool) -> Verdict:
     """Runs solution/solve.sh in the agent's shell, or nothing, and verifies. Raises SandboxError."""
-    sandbox = await make_sandbox(task)
+    sandbox = await make_sandbox(task, MAX_OUTPUT)
     try:
         if oracle:
             await sandbox.put("/solution", task.solution)
@@ -163,12 +165,10 @@ def _line(fitness: Fitness) -> str:
 
 
 def main() -> None:
-    if SANDBOX.value == "docker":
-        raise TaskError("--sandbox=docker is not supported yet: use --sandbox=namespace")
     tasks = load_tasks(Path(TASKS.value))
     known = index(load_tasks(Path(AGAINST.value))) if AGAINST.value else {}
-    check_available()
-    with contextlib.ExitStack() as files:
+    config = SandboxConfig(SANDBOX.value, fresh_verifier=False, docker=DockerConfig())
+    with open_sandboxes(config) as make_sandbox, contextlib.ExitStack() as files:
         earlier, note = {}, lambda fitness: None
         if OUT.value:
             out = Path(OUT.value)
@@ -178,7 +178,7 @@ def main() -> None:
             note = lambda fitness: file.write(_line(fitness))  # noqa: E731
         rest = [t for t in tasks if not _holds(earlier.get(t.name), t, known)]
         found = asyncio.run(
-            check_tasks(rest, NamespaceSandbox.start, SANDBOX.value, PARALLEL.value, known, note)
+            check_tasks(rest, make_sandbox, SANDBOX.value, PARALLEL.value, known, note)
         )
     found = {**earlier, **{f.task: f for f in found}}
     found = [found[task.name] for task in tasks]

@@ -126,6 +126,7 @@ def collect_config(experiment: Experiment, sampling: Sampling) -> CollectConfig:
         concurrency=experiment.rollout.concurrency,
         max_attempts=experiment.rollout.max_attempts,
         max_infra_share=experiment.rollout.max_infra_share,
+        fresh_verifier=experiment.sandbox.fresh_verifier,
     )
 
 

@@ -41,7 +41,7 @@ from t1jax.progress import progress_bar
 from t1jax.recorded import Stream, read_recorded
 from t1jax.rollout.collect import CollectConfig, Trial, collect
 from t1jax.run import make_chat
-from t1jax.sandbox.namespace import NamespaceSandbox
+from t1jax.sandbox.pool import open_sandboxes
 from t1jax.types import Sampled, digest
 
 WARMUP = 100  # steps of a rising learning rate
@@ -105,7 +105,8 @@ def run_scripts(experiment: Experiment, chat: Chat, workdir: Path) -> tuple[list
         max_infra_share=experiment.rollout.max_infra_share,
     )
     trials = [Trial(task, number) for number, task in enumerate(tasks)]
-    done = asyncio.run(collect(trials, NamespaceSandbox.start, sampler, chat, config))
+    with open_sandboxes(experiment.sandbox) as make_sandbox:
+        done = asyncio.run(collect(trials, make_sandbox, sampler, chat, config))
     unfinished = [t for t in done if t.status != "submitted" or t.reward is None]
     if unfinished:
         raise ConfigError(

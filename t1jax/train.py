@@ -37,14 +37,13 @@ from t1jax.rollout import store
 from t1jax.rollout.collect import CollectError, Trial, collect
 from t1jax.room import check_room
 from t1jax.run import collect_config, first_state, load_pool, make_chat, make_sampler, shuffle_pool
-from t1jax.sandbox.namespace import NamespaceSandbox, check_available
+from t1jax.sandbox.pool import MakeSandbox, open_sandboxes
 from t1jax.types import Trajectory
 
 
-def train(experiment: Experiment, workdir: Path) -> dict:
+def train(experiment: Experiment, workdir: Path, make_sandbox: MakeSandbox) -> dict:
     """The whole run; returns what its last line prints."""
     started = time.time()
-    check_available()
     mesh = make_mesh(experiment.mesh)
     c, chat = experiment.train, make_chat(experiment)
     tasks, held_out = (load_pool(experiment, split, workdir) for split in ("train", "eval"))
@@ -82,7 +81,7 @@ def train(experiment: Experiment, workdir: Path) -> dict:
             sampler.sampling = experiment.evaluate.sampling
             publish(state.behaviour, int(state.step), sampler)
             sampler.warm_up()
-            write_json(path, summarize(evaluate(experiment, held_out, sampler, chat)))
+            write_json(path, summarize(evaluate(experiment, held_out, make_sandbox, sampler, chat)))
             sampler.sampling = experiment.rollout.sampling
         return json.loads(path.read_text())
 
@@ -98,7 +97,7 @@ def train(experiment: Experiment, workdir: Path) -> dict:
                 clock = Clock()
                 warm = step >= c.warmup_steps
                 rewritten = sampler.rewritten
-                trajectories = roll_out(experiment, pool, step, sampler, chat)
+                trajectories = roll_out(experiment, pool, step, make_sandbox, sampler, chat)
                 clock.lap("rollout")
                 store.write_step(workdir / "trajectories", step, trajectories)
                 trained = [t for t in trajectories if t.turns and t.reward is not None]
@@ -152,12 +151,14 @@ def train(experiment: Experiment, workdir: Path) -> dict:
     }
 
 
-def roll_out(experiment: Experiment, pool, step: int, sampler, chat) -> list[Trajectory]:
+def roll_out(
+    experiment: Experiment, pool, step: int, make_sandbox, sampler, chat
+) -> list[Trajectory]:
     """The trials of one step, in a fixed order."""
     n = experiment.rollout.trials
     trials = [Trial(pool[i], i) for i in range(step * n, (step + 1) * n)]
     config = collect_config(experiment, sampler.sampling)
-    return asyncio.run(collect(trials, NamespaceSandbox.start, sampler, chat, config))
+    return asyncio.run(collect(trials, make_sandbox, sampler, chat, config))
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -217,7 +218,9 @@ def main() -> None:
     experiment = read_experiment(CONFIG.value)
     workdir = command.workdir_path(WORKDIR.value)
     write_config(CONFIG.value, workdir)
-    print(json.dumps(train(experiment, workdir)))
+    with open_sandboxes(experiment.sandbox) as make_sandbox:
+        result = train(experiment, workdir, make_sandbox)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

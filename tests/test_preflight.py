@@ -150,7 +150,6 @@ def test_a_run_leaves_out_what_is_unfit(tmp_path, capsys):
     "arguments, message",
     [
         (["--tasks=none"], "none: no such folder of tasks"),
-        (["--tasks=none", "--sandbox=docker"], "--sandbox=docker is not supported yet"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message):

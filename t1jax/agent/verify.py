@@ -62,12 +62,15 @@ RUNNER_MISSING = re.compile(
 )
 
 
-async def verify(task: Task, sandbox: Sandbox) -> Verdict:
-    """Ends the agent, runs the task's tests and reads their verdict by the table above. Never raises."""
+async def verify(task: Task, sandbox: Sandbox, fresh: bool = False) -> Verdict:
+    """Ends the agent, runs the task's tests and reads their verdict by the table above. Never raises.
+
+    `fresh`: always in a fork, which no process of the agent's has ever been in.
+    """
     own = any((task.tests / name).exists() for name in PYTEST_CONFIGS)
     env = ENV | ({} if own else PYTEST) | {**task.env, **task.verifier_env}
     try:
-        async with _without_agent(task, sandbox) as place:
+        async with _without_agent(task, sandbox, fresh) as place:
             if found := await find_tampering(sandbox):
                 return Verdict((), False, "tampered", found, 0.0)
             for folder in ("/tests", LOGS):
@@ -95,12 +98,13 @@ async def verify(task: Task, sandbox: Sandbox) -> Verdict:
 
 
 @contextlib.asynccontextmanager
-async def _without_agent(task: Task, sandbox: Sandbox) -> AsyncIterator[Sandbox]:
+async def _without_agent(task: Task, sandbox: Sandbox, fresh: bool) -> AsyncIterator[Sandbox]:
     """Where the tests run: a place that no process of the agent's can write to."""
     if not task.live_processes:
         await sandbox.end_agent()
-        yield sandbox
-        return
+        if not fresh:
+            yield sandbox
+            return
     place = await sandbox.fork()
     try:
         yield place

@@ -30,10 +30,11 @@ from t1jax.agent.chat import Chat
 from t1jax.agent.episode import EpisodeConfig
 from t1jax.agent.generate import instances, write_task
 from t1jax.agent.task import load_task
-from t1jax.rollout.collect import CollectConfig, MakeSandbox, Trial, collect
+from t1jax.rollout.collect import CollectConfig, Trial, collect
 from t1jax.sandbox.docker import DockerSandbox
 from t1jax.sandbox.docker_hosts import DockerConfig, DockerHosts
 from t1jax.sandbox.namespace import NamespaceSandbox
+from t1jax.sandbox.pool import MakeSandbox
 from t1jax.types import Sampled, Task, Trajectory, digest
 
 TOKENIZER = Path("configs/assets/tiny/tokenizer.json")
@@ -46,8 +47,12 @@ EPISODE = EpisodeConfig(
     max_turns=TURNS + 1,
     max_context=4000,
     max_reply=100,
+    compact_below=0,
+    max_summary=0,
     command_timeout_s=60.0,
+    turn_timeout_s=300.0,
     agent_timeout_s=600.0,
+    trial_timeout_s=900.0,
     max_output_bytes=10_000,
 )
 COLLECT = CollectConfig(

@@ -3,17 +3,15 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from t1jax.agent.chat import Chat
 from t1jax.agent.episode import EpisodeConfig, run_episode
 from t1jax.agent.verify import reward, verify
+from t1jax.sandbox.pool import MakeSandbox
 from t1jax.types import Sampler, SamplerError, Sandbox, SandboxError, Task, Trajectory
-
-MakeSandbox = Callable[[Task, int], Awaitable[Sandbox]]  # the int: bytes kept of a command's output
-
 
 CLOSE_S = 30.0  # what closing a sandbox has at least, whatever is left of the trial's time
 
@@ -41,6 +39,7 @@ class CollectConfig:
     concurrency: int  # sandboxes at a time
     max_attempts: int  # of one trial
     max_infra_share: float  # of trials given up; above it the step is given up, too
+    fresh_verifier: bool = False  # see agent/verify.py
 
 
 async def collect(
@@ -114,7 +113,7 @@ async def run_trial(
         if chunks[0].status == "infra":
             return chunks
         verifying = clock()
-        verdict = await verify(task, sandbox)
+        verdict = await verify(task, sandbox, config.fresh_verifier)
         until += clock() - verifying
     finally:
         # Where that fails it is dead to us; its host ends it at the latest.
