@@ -153,7 +153,6 @@ class DockerSandbox:
         await self._host.call(lambda api: api.commit(self.name, copy))
         self._host.containers += 1
         try:
-            await self._host.starts.take()
             image = dataclasses.replace(self._image, id=copy)
             fork = await self._open(
                 self._hosts, self._host, self._task, image, self._shell.max_output, self.name
@@ -192,6 +191,7 @@ class DockerSandbox:
         beside: str | None = None,
     ) -> "DockerSandbox":
         """`beside`: the container whose network it has."""
+        await host.starts.take()
         name, workdir = hosts.name(), task.workdir or image.workdir or WORKDIR
         settings = docker_container.settings(name, image, workdir, hosts.labels, beside)
         limits = docker_container.limits(task, hosts.config, beside)

@@ -108,8 +108,8 @@ def test_starts_are_limited_in_rate(make_hosts):
     async def main():
         started = time.monotonic()
         for _ in range(pool.CALLS + 10):
-            async with hosts.place():
-                pass
+            async with hosts.place() as host:
+                await host.starts.take()
         return time.monotonic() - started
 
     assert 0.4 < asyncio.run(main()) < 3
