@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Set-up and tests; without arguments, exactly as CI runs them.
+# Set-up and tests; without arguments, exactly as CI runs them: as root, or with DOCKER_HOST naming a daemon.
 #   bash launch/test.sh             all (4 GB of packages: transformers and SGLang in environments of their own)
-#   bash launch/test.sh --fast      the inner loop: without the tests marked slow or engine
+#   bash launch/test.sh --fast      the inner loop: without the tests marked slow, engine or docker
 #   bash launch/test.sh -k moe      arguments go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,13 +17,19 @@ fi
 # Tracing and compiling keep one core busy, so two workers halve the time; a file's tests share fixtures.
 tests() { .venv/bin/python -m pytest -n 2 --dist loadfile "$@"; }
 if [ "${1:-}" = --fast ]; then
-  tests -m "not slow and not engine" "${@:2}"
+  tests -m "not slow and not engine and not docker" "${@:2}"
 elif [ $# -gt 0 ]; then
   tests "$@"
 else
   status=0
-  # Engines keep both cores busy, and deadlines are tested on them: alone.
-  .venv/bin/python -m pytest -m engine || status=$?
-  tests -m "not engine" || status=$?
+  if [ -z "${DOCKER_HOST:-}" ]; then # set-up is not on a test's time
+    trap 'bash launch/dockerd.sh stop' EXIT
+    DOCKER_HOST=$(bash launch/dockerd.sh | tail -n 1)
+    export DOCKER_HOST
+  fi
+  bash launch/base_image.sh "$DOCKER_HOST"
+  # Engines and containers keep both cores busy, and deadlines are tested on them: alone.
+  .venv/bin/python -m pytest -m "engine or docker" || status=$?
+  tests -m "not engine and not docker" || status=$?
   exit $status
 fi
