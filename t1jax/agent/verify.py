@@ -34,7 +34,7 @@ from collections.abc import AsyncIterator
 from typing import Literal
 
 from t1jax.agent.report import read_report, read_reward
-from t1jax.agent.tamper import contents, find_tampering
+from t1jax.agent.tamper import contents, find_tampering, remove_picked_up
 from t1jax.types import ExecResult, Sandbox, SandboxError, Task, Verdict
 
 LOGS = "/logs/verifier"
@@ -42,8 +42,8 @@ MAX_REPORT = 4 << 20  # bytes; a TermiGen report of 20 tests has about 10 kB
 MAX_REWARD = 64 << 10
 OUTCOMES = ("report", "no_report", "no_tests", "bad_report", "tampered")  # the causes with one
 ENV = {
-    # the image's own tools come before /usr/local, where an agent could have put others
-    "PATH": "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin",
+    # the image's own tools come before those that an agent could have put into other folders
+    "PATH": "/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/bin:/usr/local/sbin",
     "HOME": "/root",
     "LC_ALL": "C.UTF-8",
     "TERM": "dumb",
@@ -70,9 +70,10 @@ async def verify(task: Task, sandbox: Sandbox, fresh: bool = False) -> Verdict:
     own = any((task.tests / name).exists() for name in PYTEST_CONFIGS)
     env = ENV | ({} if own else PYTEST) | {**task.env, **task.verifier_env}
     try:
-        async with _without_agent(task, sandbox, fresh) as place:
-            if found := await find_tampering(sandbox):
+        async with _without_agent(task, sandbox, fresh) as (place, changed):
+            if found := await find_tampering(changed, place):
                 return Verdict((), False, "tampered", found, 0.0)
+            await remove_picked_up(changed, place)
             for folder in ("/tests", LOGS):
                 await place.reset_folder(folder)
             await place.put("/tests", task.tests)
@@ -98,16 +99,20 @@ async def verify(task: Task, sandbox: Sandbox, fresh: bool = False) -> Verdict:
 
 
 @contextlib.asynccontextmanager
-async def _without_agent(task: Task, sandbox: Sandbox, fresh: bool) -> AsyncIterator[Sandbox]:
-    """Where the tests run: a place that no process of the agent's can write to."""
+async def _without_agent(
+    task: Task, sandbox: Sandbox, fresh: bool
+) -> AsyncIterator[tuple[Sandbox, dict[str, str]]]:
+    """Where the tests run, a place that no process of the agent's can write to, and its changes of the image."""
     if not task.live_processes:
         await sandbox.end_agent()
-        if not fresh:
-            yield sandbox
-            return
+    changed = await sandbox.changed()
+    if not (task.live_processes or fresh):
+        yield sandbox, changed
+        return
     place = await sandbox.fork()
     try:
-        yield place
+        # twice, for a process that goes on could take back a change as soon as there is a fork
+        yield place, changed | await sandbox.changed()
     finally:
         await place.close()
 
