@@ -320,8 +320,13 @@ class SandboxError(RuntimeError):
 class Sandbox(Protocol):
     """A machine of the agent's own. Every method raises SandboxError when the sandbox is gone."""
 
-    async def run(self, command: str, timeout_s: float) -> ExecResult:
-        """Runs a command in the agent's persistent shell; a time-out kills it inside."""
+    async def run(
+        self, command: str, timeout_s: float, max_output: int | None = None
+    ) -> ExecResult:
+        """Runs a command in the agent's persistent shell; a time-out kills it inside.
+
+        `max_output`: bytes kept of what it prints, first and last half; None for the sandbox's own bound.
+        """
 
     async def put(self, path: str, source: Path) -> None:
         """Copies a host file or folder to an absolute path inside; mode bits are kept."""

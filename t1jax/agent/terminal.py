@@ -17,13 +17,12 @@ WIDTH, HEIGHT = 160, 40
 HISTORY = (
     20_000  # lines that tmux keeps between two readings: at most 17 MB of the sandbox's memory
 )
-MAX_CAPTURE = 8 << 20  # bytes of them that are read; where there are more the screen has to do
+MAX_CAPTURE = 64 << 20  # bytes of a reading: more than there can be
 KEYS = 8_000  # bytes typed at a time: tmux refuses commands of 16 kB
 CONTROL_S = 30.0  # deadline of one tmux command
 PROMPT_S = 2.0  # how long the first prompt may take to appear
 
 FOLDER = "/tmp/.terminus"
-CAPTURE = f"{FOLDER}/capture"
 # -f: whatever ~/.tmux.conf says. -u: UTF-8 whatever the locale.
 TMUX = f"tmux -f /dev/null -u -S {FOLDER}/socket"
 
@@ -88,15 +87,12 @@ class Terminal:
     async def _capture(self) -> tuple[list[str], bool]:
         """All rows since the last capture, the screen's at the end, of which tmux keeps only those.
 
-        Through a file, as sandboxes cut long output. Where the agent has filled the disk, or has put something
-        in the file's place, the rows are the screen's, and not the whole.
+        Where tmux does not give them, the rows are the screen's, and not the whole.
         """
         everything = "capture-pane -p -t main -S - \\; clear-history -t main"
-        # The exit code is that of `cat`, which tells of a full disk.
-        written = await self._sandbox.run(f"{TMUX} {everything} | cat > {CAPTURE}", CONTROL_S)
-        data = await self._sandbox.get(CAPTURE, MAX_CAPTURE) or b""
-        rows = data.decode("utf-8", "replace").split("\n")[:-1]
-        whole = written.exit_code == 0 and len(rows) >= HEIGHT
+        read = await self._sandbox.run(f"{TMUX} {everything}", CONTROL_S, MAX_CAPTURE)
+        rows = read.output.split("\n")[:-1]
+        whole = read.exit_code == 0 and len(rows) >= HEIGHT
         if not whole:
             rows = (await self._tmux("capture-pane -p -t main")).split("\n")
         self._seen = screen_of(rows) if whole else None

@@ -74,7 +74,9 @@ class DockerSandbox:
                 last = error
         raise last
 
-    async def run(self, command: str, timeout_s: float) -> ExecResult:
+    async def run(
+        self, command: str, timeout_s: float, max_output: int | None = None
+    ) -> ExecResult:
         """Runs a command in the agent's bash, which keeps folder and variables between commands.
 
         Its standard input is empty. At the time-out (exit code 124) all processes it started are killed
@@ -83,7 +85,7 @@ class DockerSandbox:
         """
         if self._ended:
             raise SandboxError("run: the agent's processes were ended")
-        return await self._shell.run(command, timeout_s)
+        return await self._shell.run(command, timeout_s, max_output)
 
     async def execute(
         self, argv: list[str], timeout_s: float, env: Mapping[str, str], cwd: str | None

@@ -79,12 +79,15 @@ class Shell:
         self._writer.write(PROGRAM.encode() + b"serve %s\n" % self._token)
         await self._ask("hello", workdir, *_variables(env))
 
-    async def run(self, command: str, timeout_s: float) -> ExecResult:
+    async def run(self, command: str, timeout_s: float, max_output: int | None) -> ExecResult:
         """Runs a command in the agent's shell."""
         nonce = _nonce()
         async with self._turn:
             line = _script(command.encode("utf-8", "replace"), nonce, self._last_code)
-            ended, result = await self._watch(nonce, "run", line, timeout_s=timeout_s)
+            output = Output(max_output or self.max_output)
+            ended, result = await self._watch(
+                nonce, "run", line, timeout_s=timeout_s, output=output
+            )
             self._last_code = result.exit_code if ended == "done" else 0
         return result
 
@@ -94,7 +97,10 @@ class Shell:
         """Runs a program outside it. Raises ValueError for a variable whose name bash does not take."""
         arguments = (cwd or "", str(len(env)), *_variables(env), *argv)
         async with self._turn:
-            _, result = await self._watch(_nonce(), "execute", *arguments, timeout_s=timeout_s)
+            output = Output(self.max_output)
+            _, result = await self._watch(
+                _nonce(), "execute", *arguments, timeout_s=timeout_s, output=output
+            )
         return result
 
     async def end_agent(self) -> None:
@@ -116,9 +122,11 @@ class Shell:
         async with self._turn:
             return (await self._at_once(function, *arguments, output=Output(0)))[1]
 
-    async def _watch(self, nonce: bytes, function: str, *arguments, timeout_s: float):
+    async def _watch(
+        self, nonce: bytes, function: str, *arguments, timeout_s: float, output: Output
+    ):
         """Starts a program and waits for its end, or ends it: when time is up, or the call is cancelled."""
-        started, output, ended = time.monotonic(), Output(self.max_output), "killed"
+        started, ended = time.monotonic(), "killed"
         try:
             async with asyncio.timeout(timeout_s):
                 ended, code = await self._exchange(nonce, function, *arguments, output=output)

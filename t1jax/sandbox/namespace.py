@@ -71,14 +71,16 @@ class NamespaceSandbox:
             raise
         return sandbox
 
-    async def run(self, command: str, timeout_s: float) -> ExecResult:
+    async def run(
+        self, command: str, timeout_s: float, max_output: int | None = None
+    ) -> ExecResult:
         """Runs a command in the agent's bash, which keeps folder and variables between commands.
 
         Its standard input is empty. At the time-out (exit code 124) all processes it started are killed
         and the shell starts again in the same folder; after `exit` it starts again in the work folder.
         Either is said in the output. Processes left in the background stay.
         """
-        message = {"op": "run", "seconds": timeout_s}
+        message = {"op": "run", "seconds": timeout_s, "max_output": max_output}
         answer, data = await self._call(
             message, command.encode("utf-8", "replace"), timeout_s + GRACE_S
         )

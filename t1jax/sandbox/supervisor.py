@@ -65,11 +65,11 @@ class Supervisor:
                 answer, data = {"error": f"{name}: {error.strerror}: {error.filename or ''}"}, b""
             wire.send(self._control, answer, data)
 
-    def _run(self, payload: bytes, seconds: float):
+    def _run(self, payload: bytes, seconds: float, max_output: int | None):
         """Runs a command in the shell, which is started where there is none."""
         if self._ended:
             return {"error": "run: the agent's processes were ended"}, b""
-        started, output = time.monotonic(), Output(self._spec["max_output"])
+        started, output = time.monotonic(), Output(max_output or self._spec["max_output"])
         self._children.reap()
         if self._shell is None or self._children.exit_code(self._shell) is not None:
             self._start_shell(self._spec["workdir"])

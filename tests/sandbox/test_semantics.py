@@ -28,6 +28,18 @@ def test_shell_keeps_folder_variables_and_last_status(inside):
     )[1:5] == [(1, "3 b /tmp\n"), (0, "1\n"), (0, ""), (0, "it's a\\nb\nit's two\nlines\n")]
 
 
+def test_a_command_may_have_another_bound_of_output(inside):
+    async def body(sandbox):
+        return [
+            (await sandbox.run("seq 40000", 10.0, bound)).output for bound in (1 << 20, 8, None)
+        ]
+
+    whole, short, usual = inside(body)
+    assert whole == "".join(f"{i}\n" for i in range(1, 40001))
+    assert short.startswith("1\n2\n\n[... ") and short.endswith("000\n") and len(short) < 60
+    assert "bytes omitted" in usual and 9_000 < len(usual) < 11_000
+
+
 def test_exit_codes_are_true(inside):
     assert [
         code
