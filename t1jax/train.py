@@ -182,6 +182,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         "agent/tokens": sum(len(t.tokens) for t in chunks) / n,
         "agent/chunks": len(chunks) / n,
         "agent/sampled_tokens": sum(len(turn.sampled) for turn in turns) / n,
+        "verdict/tampered": sum(t.verdict.cause == "tampered" for t in scored) / n,
         "agent/malformed": sum(turn.action == "malformed" for turn in turns) / n,
         "agent/summaries": sum(turn.action == "summary" for turn in turns) / n,
         "agent/summaries_lost": sum(
