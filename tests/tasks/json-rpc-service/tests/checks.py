@@ -14,7 +14,7 @@ class Client:
 
     def ask(self, line):
         self.send(line)
-        return json.loads(self.lines.readline())
+        return json.loads(self.lines.readline(100_000))
 
     def call(self, method, *params, number=1):
         request = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}

@@ -8,7 +8,7 @@ def get(path):
     connection.request("GET", path)
     answer = connection.getresponse()
     kind = answer.getheader("Content-Type", "").partition(";")[0]
-    return answer.status, kind, answer.read().decode()
+    return answer.status, kind, answer.read(100_000).decode()
 
 
 def test_health():
