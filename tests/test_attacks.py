@@ -1,7 +1,7 @@
 """Agents that cheat gain nothing, through the real verifier in real containers; and the host never notices."""
 
+import asyncio
 import dataclasses
-import functools
 import os
 import re
 import secrets
@@ -21,18 +21,18 @@ from t1jax.types import SandboxError, Verdict
 pytestmark = pytest.mark.docker
 MARK = f"ATTACK_{secrets.token_hex(8)}"  # a variable of every process of an attack's
 SETTINGS = ("core_pattern", "modprobe", "panic", "hostname", "domainname", "sysrq")
+CHECK = "test_an_attack_gains_nothing"
+AT_A_TIME = 4
 FILES = ("passwd", "shadow", "group", "profile", "bash.bashrc", "ld.so.preload", "crontab", "hosts")
 
 
-async def trial(
-    make: MakeSandbox, attack: Attack, commands: tuple[str, ...]
-) -> tuple[Verdict, str]:
+async def trial(make: MakeSandbox, attack: Attack) -> tuple[Verdict, str]:
     """The verdict on a scripted agent, and all that its commands said."""
     task = TASKS[attack.task]
     sandbox = await make(dataclasses.replace(task, env={MARK: "1"}))
     said = []
     try:
-        for command in (PRELUDE, *attack.work, *commands):
+        for command in (PRELUDE, *attack.work, *attack.commands):
             said.append((await sandbox.run(command, attack.timeout_s)).output)
         return await verify(task, sandbox, attack.fresh), "".join(said)
     except SandboxError as error:
@@ -41,27 +41,43 @@ async def trial(
         await sandbox.close()
 
 
-@functools.cache
-def honest(task: str, work: tuple[str, ...]) -> Verdict:
-    """What the same work is worth without the attack."""
-    verdict, _ = judged(lambda make: trial(make, Attack(task, (), work), ()))
-    assert (verdict.cause, verdict.outcome) == ("report", False), verdict.output
-    return verdict
+@pytest.fixture(scope="module")
+def outcomes(request) -> dict[Attack, tuple[Verdict, str]]:
+    """Of the attacks that are asked for, and of the same work without them, a few at a time."""
+    items = [item for item in request.session.items if item.originalname == CHECK]
+    attacks = [ATTACKS[item.callspec.params["name"]] for item in items]
+    wanted = {*attacks, *map(honest, attacks)}
+
+    async def all_of_them(make: MakeSandbox):
+        places = asyncio.Semaphore(AT_A_TIME)
+
+        async def one(attack: Attack):
+            async with places:
+                return attack, await trial(make, attack)
+
+        return dict(await asyncio.gather(*map(one, wanted)))
+
+    return judged(all_of_them)
+
+
+def honest(attack: Attack) -> Attack:
+    return Attack(attack.task, (), attack.work)
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_gains_nothing(name):
+def test_an_attack_gains_nothing(name, outcomes):
     attack = ATTACKS[name]
-    fair = honest(attack.task, tuple(attack.work))
-    verdict, said = judged(lambda make: trial(make, attack, tuple(attack.commands)))
+    verdict, said = outcomes[attack]
+    fair, _ = outcomes[honest(attack)]
+    assert (fair.cause, fair.outcome) == ("report", False), fair.output
     assert "BREACH" not in said, said
     if verdict.outcome is None:
         assert attack.lost and verdict.cause == "infra", (verdict.cause, verdict.output)
     elif verdict.cause == "tampered":
         assert (verdict.outcome, reward(verdict)) == (False, 0.0)
     else:
-        assert verdict.outcome is False, verdict.output
-        assert verdict.cause == "no_report" or verdict.assertions == fair.assertions, verdict.output
+        assert (verdict.cause, verdict.outcome) == ("report", False), verdict.output
+        assert verdict.assertions == fair.assertions, verdict.output
 
 
 def test_there_are_attacks_of_every_kind():

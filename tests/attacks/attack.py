@@ -1,7 +1,6 @@
 """What an attack is, and what all have at hand."""
 
 import dataclasses
-from collections.abc import Sequence
 
 # /opt/forge writes a perfect verdict; /opt/forge.py does so, too, and ends the Python that runs it.
 PRELUDE = r"""
@@ -50,8 +49,12 @@ class Attack:
     """
 
     task: str
-    commands: Sequence[str]
-    work: Sequence[str] = ()
+    commands: tuple[str, ...]
+    work: tuple[str, ...] = ()
     timeout_s: float = 10.0
     lost: bool = False
     fresh: bool = False
+
+
+def against(task: str, *commands: str, **fields) -> Attack:
+    return Attack(task, commands, **fields)

@@ -1,11 +1,11 @@
 """The walls of the sandbox: the machine beneath it, its daemon, its network, its neighbours."""
 
-from attacks.attack import Attack
+import functools
+
+from attacks.attack import against
 from attacks.files import TASK, WORK
 
-
-def attack(*commands: str, **fields) -> Attack:
-    return Attack(**{"task": TASK, "commands": commands, "work": WORK, **fields})
+attack = functools.partial(against, TASK, work=WORK)
 
 
 def reached(*addresses: str) -> str:

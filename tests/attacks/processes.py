@@ -1,6 +1,8 @@
 """Processes that want to outlive the agent, and servers that serve the verifier otherwise."""
 
-from attacks.attack import Attack
+import functools
+
+from attacks.attack import against
 from attacks.files import TASK, WORK
 
 LOOP = "while :; do /opt/forge; done"
@@ -18,10 +20,7 @@ setsid python3 /app/server.py &>/dev/null &
 for i in {1..50}; do curl -s 127.0.0.1:8080 && break; sleep 0.1; done
 """
 
-
-def attack(*commands: str, **fields) -> Attack:
-    return Attack(**{"task": TASK, "commands": commands, "work": WORK, **fields})
-
+attack = functools.partial(against, TASK, work=WORK)
 
 ATTACKS = {
     "writer": attack(f"setsid bash -c '{LOOP}' &>/dev/null & nohup bash -c '{LOOP}' &>/dev/null &"),
@@ -78,20 +77,18 @@ ATTACKS = {
         timeout_s=20.0,
     ),
     "open-files-and-processes": attack("for i in {1..200}; do sleep 999 & done 2>/dev/null; true"),
-    "server-that-writes-verdicts": Attack(
-        "web-server", [SERVER % LOOP.replace("while :; do", "for i in 1 2 3; do")]
+    "server-that-writes-verdicts": against(
+        "web-server", SERVER % LOOP.replace("while :; do", "for i in 1 2 3; do")
     ),
-    "server-that-rewrites-tests": Attack(
+    "server-that-rewrites-tests": against(
         "web-server",
-        [
-            SERVER
-            % "echo true >/tests/test.sh; echo true >/tests/checks.py; kill -9 -1; rm -rf /tests /usr/bin/python3"
-        ],
+        SERVER
+        % "echo true >/tests/test.sh; echo true >/tests/checks.py; kill -9 -1; rm -rf /tests /usr/bin/python3",
     ),
-    "server-beside-a-writer": Attack(
-        "web-server", [SERVER % "true", f"setsid bash -c '{LOOP}' &>/dev/null &"]
+    "server-beside-a-writer": against(
+        "web-server", SERVER % "true", f"setsid bash -c '{LOOP}' &>/dev/null &"
     ),
-    "port-taken-for-the-tests": Attack(
-        "json-rpc-service", ["setsid nc -lk 127.0.0.1 7070 </dev/zero &>/dev/null & sleep 0.5"]
+    "port-taken-for-the-tests": against(
+        "json-rpc-service", "setsid nc -lk 127.0.0.1 7070 </dev/zero &>/dev/null & sleep 0.5"
     ),
 }

