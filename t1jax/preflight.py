@@ -64,14 +64,15 @@ async def check_tasks(
 
 async def check_task(task: Task, make_sandbox: MakeSandbox, sandbox: str, known: Known) -> Fitness:
     """The oracle's run and a no-op's, each in a sandbox of its own."""
-    started = time.monotonic()
+    started, fresh = time.monotonic(), sandbox == "docker"
     oracle = noop = None
     if found := find_contamination(task, known):
         problem = f"{CONTAMINATED} {found}"
     else:
         try:
-            noop = await attempt(task, make_sandbox, oracle=False)
-            oracle = await attempt(task, make_sandbox, oracle=True) if task.solution else None
+            noop = await attempt(task, make_sandbox, fresh, oracle=False)
+            if task.solution:
+                oracle = await attempt(task, make_sandbox, fresh, oracle=True)
             problem = find_problem(oracle, noop)
         except SandboxError as error:
             problem = f"sandbox: {error}"
@@ -89,7 +90,7 @@ async def check_task(task: Task, make_sandbox: MakeSandbox, sandbox: str, known:
     )
 
 
-async def attempt(task: Task, make_sandbox: MakeSandbox, oracle: bool) -> Verdict:
+async def attempt(task: Task, make_sandbox: MakeSandbox, fresh: bool, oracle: bool) -> Verdict:
     """Runs solution/solve.sh in the agent's shell, or nothing, and verifies. Raises SandboxError."""
     sandbox = await make_sandbox(task, MAX_OUTPUT)
     try:
@@ -98,7 +99,7 @@ async def attempt(task: Task, make_sandbox: MakeSandbox, oracle: bool) -> Verdic
             variables = [f"{name}={value}" for name, value in task.solution_env.items()]
             argv = ["env", *variables, "bash", "/solution/solve.sh"]
             await sandbox.run(shlex.join(argv), task.agent_timeout_s)
-        return await verify(task, sandbox)
+        return await verify(task, sandbox, fresh)
     finally:
         await sandbox.close()
 
@@ -167,7 +168,7 @@ def _line(fitness: Fitness) -> str:
 def main() -> None:
     tasks = load_tasks(Path(TASKS.value))
     known = index(load_tasks(Path(AGAINST.value))) if AGAINST.value else {}
-    config = SandboxConfig(SANDBOX.value, fresh_verifier=False, docker=DockerConfig())
+    config = SandboxConfig(SANDBOX.value, DockerConfig())
     with open_sandboxes(config) as make_sandbox, contextlib.ExitStack() as files:
         earlier, note = {}, lambda fitness: None
         if OUT.value:

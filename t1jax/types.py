@@ -7,7 +7,7 @@ Row t of every per-token array belongs to token t: `sampled[t]` says that the po
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -317,7 +317,22 @@ class SandboxError(RuntimeError):
     """The sandbox itself failed (died, would not start, lost its shell): an infrastructure error."""
 
 
-class Sandbox(Protocol):
+class Tampered(Exception):
+    """What an agent did to its sandbox, so that nothing in there can be trusted: one line."""
+
+
+class Files(Protocol):
+    """What a sandbox holds, running or not."""
+
+    async def get(self, path: str, max_bytes: int) -> bytes | None:
+        """Reads a regular file, never through a link; None if there is none or it is too large."""
+
+
+Changes = Mapping[str, Literal["added", "changed", "deleted"]]  # by path
+Check = Callable[[Changes, Files], Awaitable[str | None]]  # what was tampered with, in one line
+
+
+class Sandbox(Files, Protocol):
     """A machine of the agent's own. Every method raises SandboxError when the sandbox is gone."""
 
     async def run(
@@ -331,18 +346,22 @@ class Sandbox(Protocol):
     async def put(self, path: str, source: Path) -> None:
         """Copies a host file or folder to an absolute path inside; mode bits are kept."""
 
-    async def get(self, path: str, max_bytes: int) -> bytes | None:
-        """Reads a regular file, never through a link; None if there is none or it is too large."""
-
     async def end_agent(self) -> None:
         """Ends every process the agent started, for good; `run` is refused afterwards."""
 
-    async def changed(self) -> dict[str, Literal["added", "changed", "deleted"]]:
-        """Paths that are not as in the image, where the system's own folders can be written to; else {}."""
+    async def changed(self) -> Changes:
+        """Paths that are not as in the image, where the system's own folders can be written to; else {}.
 
-    async def fork(self) -> "Sandbox":
+        Of a fork: as it was made, by the image of what it was made from.
+        """
+
+    async def fork(self, check: Check) -> "Sandbox":
         """Another sandbox with the same files and network, but none of the processes. `run` is refused in it,
-        and from now on here, where processes go on."""
+        and from now on here, where processes go on.
+
+        Nothing of it runs before `check` has found nothing; else, or where the files are more than the task
+        allows, it raises Tampered.
+        """
 
     async def execute(
         self, argv: list[str], timeout_s: float, env: Mapping[str, str], cwd: str | None

@@ -42,3 +42,7 @@ def make_task(environment, **fields) -> Task:
         "unknown_keys": (),
     }
     return Task(**{**values, **fields})
+
+
+async def nothing(changed, files) -> None:
+    """A check of a fork's files that finds nothing."""

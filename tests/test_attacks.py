@@ -34,7 +34,7 @@ async def trial(make: MakeSandbox, attack: Attack) -> tuple[Verdict, str]:
     try:
         for command in (PRELUDE, *attack.work, *attack.commands):
             said.append((await sandbox.run(command, attack.timeout_s)).output)
-        return await verify(task, sandbox, attack.fresh), "".join(said)
+        return await verify(task, sandbox, fresh=True), "".join(said)
     except SandboxError as error:
         return Verdict((), None, "infra", str(error), 0.0), "".join(said)
     finally:

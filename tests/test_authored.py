@@ -16,7 +16,7 @@ def test_the_solution_resolves_it_and_doing_nothing_does_not(name):
     task = TASKS[name]
 
     async def both(make):
-        return await asyncio.gather(*(attempt(task, make, oracle=o) for o in (False, True)))
+        return await asyncio.gather(*(attempt(task, make, True, oracle=o) for o in (False, True)))
 
     noop, oracle = judged(both)
     assert (oracle.cause, noop.cause) == ("report", "report"), (oracle.output, noop.output)

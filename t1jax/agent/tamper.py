@@ -15,10 +15,10 @@ Not covered: what tests import or run of the agent's own work, which can do what
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from t1jax.types import Sandbox, SandboxError
+from t1jax.types import Changes, Files, Sandbox, SandboxError
 
 RUNNER = r"(_?pytest|pluggy|iniconfig)(\.py|[-/].*)?"
 IMAGE = re.compile(
@@ -53,7 +53,7 @@ MAX_TESTS = 64 << 20  # of one file that are compared
 REMOVED, REMOVE_S = 500, 60.0  # paths at a time, and the seconds it may take
 
 
-async def find_tampering(changed: Mapping[str, str], sandbox: Sandbox) -> str | None:
+async def find_tampering(changed: Changes, files: Files) -> str | None:
     """What of the changes is tampering, in one line. Raises SandboxError."""
     folders = {str(parent) for path in changed for parent in PurePosixPath(path).parents}
     if sum(map(bool, map(PATH_FILE.fullmatch, changed))) > MAX_READ:
@@ -67,28 +67,28 @@ async def find_tampering(changed: Mapping[str, str], sandbox: Sandbox) -> str | 
             continue
         if PRELOADED.fullmatch(path):
             return f"{path} was {kind}"
-        if says := await _loads_code(path, sandbox):
+        if says := await _loads_code(path, files):
             return f"{path} {says}"
     return None
 
 
-async def _loads_code(path: str, sandbox: Sandbox) -> str | None:
+async def _loads_code(path: str, files: Files) -> str | None:
     """What a file's content has programs load, if it is one that they read; too much counts as that."""
     if PATH_FILE.fullmatch(path):
-        text = await sandbox.get(path, MAX_CONFIG)
+        text = await files.get(path, MAX_CONFIG)
         return "runs code whenever Python starts" if text is None or has_code(text) else None
     if OPENSSL.fullmatch(path):
-        text = await sandbox.get(path, MAX_CONFIG)
+        text = await files.get(path, MAX_CONFIG)
         found = text is None or OPENSSL_MODULE.search(text)
         return "loads modules into whatever uses OpenSSL" if found else None
     if path == LOADER_CACHE:
-        data = await sandbox.get(path, MAX_LOADER_CACHE)
+        data = await files.get(path, MAX_LOADER_CACHE)
         good = data is not None and all(map(LIBRARIES.fullmatch, LIBRARY.findall(data)))
         return None if good else "has other libraries loaded than the image's"
     return None
 
 
-async def remove_picked_up(changed: Mapping[str, str], sandbox: Sandbox) -> None:
+async def remove_picked_up(changed: Changes, sandbox: Sandbox) -> None:
     """Removes what the tests' runner would pick up of what the agent installed. Raises SandboxError."""
     paths = [path for path, kind in sorted(changed.items()) if kind != "deleted"]
     added = [path for path in paths if changed[path] == "added"]

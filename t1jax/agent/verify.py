@@ -8,6 +8,7 @@ that holds decides:
 |-----------------------------------------------------------------|------------------|-------------|
 | the sandbox failed                                              | infra            | none        |
 | the system that tests rely on was tampered with (see tamper.py) | tampered         | False       |
+| more files than the task allows, where that stops their copy    | tampered         | False       |
 | time was up                                                     | verifier_timeout | none        |
 | a file of the tests was changed while they ran                  | tampered         | False       |
 | no report, and killed by a signal (exit code 129..192)          | verifier_crash   | none        |
@@ -35,7 +36,7 @@ from typing import Literal
 
 from t1jax.agent.report import read_report, read_reward
 from t1jax.agent.tamper import contents, find_tampering, remove_picked_up
-from t1jax.types import ExecResult, Sandbox, SandboxError, Task, Verdict
+from t1jax.types import ExecResult, Sandbox, SandboxError, Tampered, Task, Verdict
 
 LOGS = "/logs/verifier"
 MAX_REPORT = 4 << 20  # bytes; a TermiGen report of 20 tests has about 10 kB
@@ -70,10 +71,8 @@ async def verify(task: Task, sandbox: Sandbox, fresh: bool = False) -> Verdict:
     own = any((task.tests / name).exists() for name in PYTEST_CONFIGS)
     env = ENV | ({} if own else PYTEST) | {**task.env, **task.verifier_env}
     try:
-        async with _without_agent(task, sandbox, fresh) as (place, changed):
-            if found := await find_tampering(changed, place):
-                return Verdict((), False, "tampered", found, 0.0)
-            await remove_picked_up(changed, place)
+        async with _without_agent(task, sandbox, fresh) as place:
+            await remove_picked_up(await place.changed(), place)
             for folder in ("/tests", LOGS):
                 await place.reset_folder(folder)
             await place.put("/tests", task.tests)
@@ -93,26 +92,26 @@ async def verify(task: Task, sandbox: Sandbox, fresh: bool = False) -> Verdict:
                     if await place.get(f"/tests/{name}", len(data)) != data:
                         says = f"/tests/{name} was changed while the tests ran"
                         return Verdict((), False, "tampered", says, result.seconds)
+    except Tampered as error:
+        return Verdict((), False, "tampered", str(error), 0.0)
     except SandboxError as error:
         return Verdict((), None, "infra", str(error), 0.0)
     return judge(result, *left)
 
 
 @contextlib.asynccontextmanager
-async def _without_agent(
-    task: Task, sandbox: Sandbox, fresh: bool
-) -> AsyncIterator[tuple[Sandbox, dict[str, str]]]:
-    """Where the tests run, a place that no process of the agent's can write to, and its changes of the image."""
+async def _without_agent(task: Task, sandbox: Sandbox, fresh: bool) -> AsyncIterator[Sandbox]:
+    """Where the tests run: a place that no process of the agent's can write to. Raises Tampered."""
     if not task.live_processes:
         await sandbox.end_agent()
-    changed = await sandbox.changed()
     if not (task.live_processes or fresh):
-        yield sandbox, changed
+        if found := await find_tampering(await sandbox.changed(), sandbox):
+            raise Tampered(found)
+        yield sandbox
         return
-    place = await sandbox.fork()
+    place = await sandbox.fork(find_tampering)
     try:
-        # twice, for a process that goes on could take back a change as soon as there is a fork
-        yield place, changed | await sandbox.changed()
+        yield place
     finally:
         await place.close()
 

@@ -3,7 +3,7 @@
 The agent is root without a network (but where its task is "public"), with the few capabilities that apt
 needs. Its shell is bash with `pipefail`: `false | tee x` fails. The semantics are those of the namespace
 sandbox. What it is not: a virtual machine (the kernel is shared); and an agent that takes over process 1
-of its own container could outlive `end_agent`: where that matters, verify in a `fork`.
+of its own container could outlive `end_agent`: tests therefore run in a `fork`.
 """
 
 import asyncio
@@ -12,7 +12,8 @@ import dataclasses
 import functools
 import posixpath
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Literal
 
@@ -24,11 +25,32 @@ from t1jax.sandbox.docker_image import Image
 from t1jax.sandbox.docker_shell import Shell
 from t1jax.sandbox.namespace import ENV, MAX_OUTPUT, WORKDIR
 from t1jax.sandbox.spawner import SandboxUnavailable
-from t1jax.types import ExecResult, SandboxError, Task
+from t1jax.types import Changes, Check, ExecResult, Files, SandboxError, Tampered, Task
 
 RETRY_S = 0.5  # before the second try to start; twice as long before each further one
 CHANGES = ("changed", "added", "deleted")  # by Docker's numbers
 Change = Literal["changed", "added", "deleted"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a fork is made from: the container's name, and the check of what it will hold."""
+
+    name: str
+    check: Callable[[Files], Awaitable[str | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Created:
+    """Files of a container that does not run yet."""
+
+    host: DockerHost
+    name: str
+
+    async def get(self, path: str, max_bytes: int) -> bytes | None:
+        """See types.Files. The daemon follows links in the folders above, within the container."""
+        read = functools.partial(docker_container.read_file, path=_absolute(path))
+        return await self.host.call(functools.partial(read, name=self.name, max_bytes=max_bytes))
 
 
 class DockerSandbox:
@@ -47,7 +69,8 @@ class DockerSandbox:
         self._hosts, self._host, self._task, self._image = hosts, host, task, image
         self._shell = shell
         self._copy: str | None = None  # the image of a fork, its own to remove
-        self._ended, self._closed = False, False
+        self._changed: Changes | None = None  # of a fork, when it was made
+        self._ended, self._closed, self._paused = False, False, False
 
     @classmethod
     async def start(
@@ -129,21 +152,27 @@ class DockerSandbox:
     async def pause(self) -> None:
         """Stops every process until `unpause`; meanwhile only `fork`, `changed` and `close` may be called."""
         await self._host.call(lambda api: api.pause(self.name))
+        self._paused = True
 
     async def unpause(self) -> None:
         """Lets them go on."""
         await self._host.call(lambda api: api.unpause(self.name))
+        self._paused = False
 
-    async def changed(self) -> dict[str, Change]:
-        """The paths that differ from the image, whoever changed them, and how."""
+    async def changed(self) -> Changes:
+        """The paths that differ from the image, whoever changed them, and how; of a fork as it was made."""
+        if self._changed is not None:
+            return self._changed
         found = await self._host.call(lambda api: api.diff(self.name)) or ()
         return {change["Path"]: CHANGES[change["Kind"]] for change in found}
 
-    async def fork(self) -> "DockerSandbox":
+    async def fork(self, check: Check) -> "DockerSandbox":
         """Another sandbox on the same host with the files and the network of this one, but none of its processes.
 
         `run` is refused in it, and from now on here, where processes go on. It needs no room of its own.
-        Raises SandboxError for images with a VOLUME, which a copy would lack.
+        `check` reads the files before anything of them runs. Raises Tampered where it finds something, and where
+        there is more than environment.storage_mb, holes in files counted; SandboxError for images with a VOLUME,
+        which a copy would lack.
         """
         self._ended = True
         inspected = await self._host.call(lambda api: api.inspect_container(self.name))
@@ -152,18 +181,39 @@ class DockerSandbox:
                 f"fork: the image declares VOLUME {volumes[0]}, no copy would hold it"
             )
         copy = self._hosts.name()
-        await self._host.call(lambda api: api.commit(self.name, copy))
+        paused = self._paused
+        if (
+            not paused
+        ):  # or a process could take back a change between what is told and what is copied
+            await self.pause()
+        try:
+            # A commit writes sparse files out.
+            size = await self._host.call(functools.partial(docker_container.size, name=self.name))
+            if size > self._task.storage_mb * docker_container.MIB:
+                raise Tampered(
+                    f"files of {size} bytes, environment.storage_mb = {self._task.storage_mb}"
+                )
+            changed = await self.changed()
+            await self._host.call(lambda api: api.commit(self.name, copy))
+        finally:
+            if not paused:
+                await self.unpause()
         self._host.containers += 1
         try:
             image = dataclasses.replace(self._image, id=copy)
             fork = await self._open(
-                self._hosts, self._host, self._task, image, self._shell.max_output, self.name
+                self._hosts,
+                self._host,
+                self._task,
+                image,
+                self._shell.max_output,
+                Origin(self.name, lambda files: check(changed, files)),
             )
         except BaseException:
             self._host.containers -= 1
             await self._hosts.remove(self._host, "image", copy)
             raise
-        fork._copy, fork._ended = copy, True
+        fork._copy, fork._changed, fork._ended = copy, changed, True
         return fork
 
     async def close(self) -> None:
@@ -190,28 +240,26 @@ class DockerSandbox:
         task: Task,
         image: Image,
         max_output: int,
-        beside: str | None = None,
+        origin: Origin | None = None,
     ) -> "DockerSandbox":
-        """`beside`: the container whose network it has."""
+        """`origin`: of a fork."""
         await host.starts.take()
         name, workdir = hosts.name(), task.workdir or image.workdir or WORKDIR
+        beside = origin and origin.name
         settings = docker_container.settings(name, image, workdir, hosts.labels, beside)
         limits = docker_container.limits(task, hosts.config, beside)
-        opening = host.submit(lambda api: docker_container.start(api, host, settings, limits))
+        job = host.submit(lambda api: docker_container.create(api, host, settings, limits))
         try:
-            stream = await asyncio.shield(asyncio.wrap_future(opening))
-        except asyncio.CancelledError:
-            # process 1 ends with its stream, and Docker removes the rest
-            opening.add_done_callback(lambda done: done.exception() or done.result().close())
-            raise
-        try:
+            await asyncio.shield(asyncio.wrap_future(job))
+            if origin and (found := await origin.check(_Created(host, name))):
+                raise Tampered(found)
+            job = host.submit(lambda api: docker_container.start(api, name, image))
+            stream = await asyncio.shield(asyncio.wrap_future(job))
             stream.setblocking(False)
             shell = Shell(*await asyncio.open_connection(sock=stream), max_output)
             await shell.hello(workdir, {**ENV, **image.env, **task.env})
         except BaseException:
-            with contextlib.suppress(SandboxError):  # it is on the list of the lost
-                await hosts.remove(host, "container", name)
-            stream.close()
+            await asyncio.shield(_abandon(hosts, host, name, job))
             raise
         return cls(hosts, host, task, image, name, shell)
 
@@ -229,6 +277,15 @@ class DockerSandbox:
                 api.put_archive(self.name, "/", data)
 
         await self._host.call(work)
+
+
+async def _abandon(hosts: DockerHosts, host: DockerHost, name: str, job: Future) -> None:
+    """Removes a container that is being made, once the last job for it is done."""
+    with contextlib.suppress(SandboxError):
+        if stream := await asyncio.wrap_future(job):
+            stream.close()
+    with contextlib.suppress(SandboxError):  # it is on the list of the lost
+        await hosts.remove(host, "container", name)
 
 
 def _absolute(path: str) -> str:

@@ -7,16 +7,16 @@ import tarfile
 from collections.abc import Mapping
 
 import docker
-import requests
 from absl import logging
 
 from t1jax.sandbox import docker_api, tar
-from t1jax.sandbox.docker_hosts import DockerConfig, DockerHost
+from t1jax.sandbox.docker_hosts import NETWORK, DockerConfig, DockerHost
 from t1jax.sandbox.docker_image import Image
 from t1jax.sandbox.spawner import SandboxUnavailable
 from t1jax.types import SandboxError, Task
 
-CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")  # what apt needs
+# What apt and folders shared by a group need.
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
 ULIMITS = {"core": 0, "nofile": 1024}
 MIB = 1 << 20
 STREAMS = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
@@ -32,7 +32,10 @@ def settings(
         "hostname": None if beside else "sandbox",
         "entrypoint": ["bash", "--norc", "--noprofile"],
         "command": [],
-        "environment": {"BASH_ENV": ""},  # an image may name a file for every bash to read
+        "environment": {
+            "BASH_ENV": "",  # an image may name a file for every bash to read
+            "PATH": "/usr/bin:/bin:/usr/local/bin",  # where bash is looked for, the image's own first
+        },
         "user": "0:0",
         "working_dir": workdir,
         "stdin_open": True,
@@ -62,26 +65,37 @@ def limits(task: Task, config: DockerConfig, beside: str | None) -> dict:
     }
 
 
-def start(api: docker.APIClient, host: DockerHost, settings: dict, limits: dict) -> socket.socket:
-    """Creates and starts a container; gives the stream attached to it. Leaves nothing where it fails."""
-    name = settings["name"]
+def create(api: docker.APIClient, host: DockerHost, settings: dict, limits: dict) -> None:
+    """Makes a container that does not run yet."""
+    if limits["network_mode"] == NETWORK:
+        _make_network(api)
+    _create(api, host, settings, limits)
+
+
+def start(api: docker.APIClient, name: str, image: Image) -> socket.socket:
+    """Starts a container; gives the stream attached to it."""
+    stream = _attach(api, name)  # before the start: what it writes is not read ahead
     try:
-        _create(api, host, settings, limits)
-        stream = _attach(api, name)  # before the start: what it writes is not read ahead
-        try:
-            api.start(name)
-        except BaseException:
-            stream.close()
-            raise
-        return stream
+        api.start(name)
     except docker.errors.APIError as error:
-        with contextlib.suppress(docker.errors.APIError, requests.RequestException):
-            api.remove_container(name, v=True, force=True)
+        stream.close()
         if error.is_client_error() and '"bash"' in str(error.explanation):
             raise SandboxUnavailable(
-                f"image {settings['image']} has no bash, which the agent's shell is: install it in the Dockerfile"
+                f"image {image.id} has no bash, which the agent's shell is: install it in the Dockerfile"
             ) from error
         raise
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def _make_network(api: docker.APIClient) -> None:
+    """One whose containers do not reach each other; it stays."""
+    if not api.networks(names=[NETWORK]):
+        apart = {"com.docker.network.bridge.enable_icc": "false"}
+        with contextlib.suppress(docker.errors.APIError):  # another process was faster
+            api.create_network(NETWORK, driver="bridge", options=apart, check_duplicate=True)
 
 
 def _create(api: docker.APIClient, host: DockerHost, settings: dict, limits: dict) -> None:
@@ -107,6 +121,12 @@ def _attach(api: docker.APIClient, name: str) -> socket.socket:
         api, "POST", path, params=STREAMS, headers=upgrade, timeout=api.timeout
     ) as reply:
         return socket.socket(fileno=os.dup(reply.raw.fileno()))  # the reply closes its own
+
+
+def size(api: docker.APIClient, name: str) -> int:
+    """Bytes that a container has written and not removed, holes in files counted."""
+    (found,) = api.containers(all=True, size=True, filters={"name": f"^/{name}$"})
+    return found.get("SizeRw", 0)
 
 
 def read_file(api: docker.APIClient, name: str, path: str, max_bytes: int) -> bytes | None:

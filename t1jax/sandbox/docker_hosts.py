@@ -29,6 +29,7 @@ AVOIDED_S = 30.0  # how long a host that did not answer gets nothing new
 ROOM_S = 0.05  # between looks for room
 REMOVE_S = 30.0  # deadline of a removal
 REMOVE_PAUSES_S = (0.1, 0.3, 1.0, 3.0)  # between tries
+NETWORK = "t1jax"
 Kind = Literal["container", "image"]
 
 
@@ -38,7 +39,10 @@ class DockerConfig:
 
     `hosts`: "unix:///path/docker.sock" or "tcp://name:port", by default that of $DOCKER_HOST. The API is
     root on its machine: reach a remote one through a tunnel, never over an open port. `network`: the Docker
-    network of tasks that are "public"; they reach what it reaches, so keep it apart from your own services.
+    network of tasks that are "public", NETWORK is made where it is not there. They reach what it reaches, the
+    host too, but not each other in NETWORK: keep it apart from your own services. `fresh_verifier`: tests run in
+    a fork of the container, which no process of the agent's has ever been in; half a second. Switch it off for
+    images with a VOLUME, which have no forks.
     """
 
     hosts: tuple[str, ...] = (os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock"),)
@@ -46,7 +50,8 @@ class DockerConfig:
     starts_per_s: float = 4.0  # on one host, on average
     attempts: int = 4  # to start a container, on hosts that may differ
     processes: int = 256  # in one container, threads included
-    network: str = "bridge"
+    network: str = NETWORK
+    fresh_verifier: bool = True
 
     def __post_init__(self):
         for url in self.hosts:

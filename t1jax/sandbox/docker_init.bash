@@ -1,5 +1,6 @@
 # Process 1 of a docker sandbox: keeps the agent's shell, runs programs, kills. Builtins of bash alone, so
-# nothing the agent puts in the place of a program is ever run by it. The kernel lets no process inside kill it.
+# nothing the agent puts in the place of a program is ever run by it. The kernel lets no process inside kill it;
+# signals that bash would end by do nothing, and are as usual again in what it starts.
 #
 # Its standard input is this program, then the host's requests, one line each: "TOKEN FUNCTION ARGUMENTS",
 # quoted for bash; the agent does not know the token. Answers are lines "NONCE WORD NUMBER" on
@@ -8,6 +9,7 @@
 exec 2>/dev/null 9>&1 8<> <(:)
 for name in $(compgen -e); do unset "$name"; done
 LC_ALL=C
+trap : HUP INT QUIT ILL TRAP ABRT BUS FPE USR1 SEGV USR2 PIPE ALRM TERM XCPU XFSZ VTALRM PROF IO SYS
 set -m # a process group for each program: its `kill 0` ends there
 
 nonce= workdir= environment=()
@@ -164,7 +166,7 @@ serve() {
     code=$?
     line+=$part
     if ((code > 128)); then
-      watch
+      [[ $watched ]] && watch
       ((ms = ms < 250 ? 2 * ms : 500))
     elif ((code)); then
       exit

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from t1jax.sandbox import dockerfile, spawner, wire
 from t1jax.sandbox.spawner import SandboxUnavailable, Spec, check_available
-from t1jax.types import ExecResult, SandboxError, Task
+from t1jax.types import Changes, Check, ExecResult, SandboxError, Task
 
 __all__ = ["ENV", "NamespaceSandbox", "SandboxUnavailable", "check_available"]
 
@@ -112,11 +112,11 @@ class NamespaceSandbox:
         """Ends every process inside, for good; `run` is refused afterwards."""
         await self._call({"op": "end_agent"})
 
-    async def changed(self) -> dict[str, str]:
+    async def changed(self) -> Changes:
         """Nothing: the system's folders are the host's, read-only."""
         return {}
 
-    async def fork(self) -> "NamespaceSandbox":
+    async def fork(self, check: Check) -> "NamespaceSandbox":
         raise SandboxError("the namespace sandbox cannot be forked: use the docker sandbox")
 
     async def reset_folder(self, path: str) -> None:

@@ -16,19 +16,15 @@ MakeSandbox = Callable[[Task, int], Awaitable[Sandbox]]  # the int: bytes kept o
 
 @dataclasses.dataclass(frozen=True)
 class SandboxConfig:
-    """Where the agent works: "namespace", embedded and without a network, or "docker".
-
-    fresh_verifier: tests run in a fork of the sandbox, which no process of the agent's has ever been in; takes
-    about a second.
-    """
+    """Where the agent works: "namespace", embedded and without a network, or "docker"."""
 
     kind: Literal["namespace", "docker"]
-    fresh_verifier: bool
     docker: DockerConfig
 
-    def __post_init__(self):
-        if self.kind == "namespace" and self.fresh_verifier:
-            raise ValueError("fresh_verifier needs kind=docker: the namespace sandbox has no forks")
+    @property
+    def fresh_verifier(self) -> bool:
+        """Whether tests run in a fork; the namespace sandbox has none."""
+        return self.kind == "docker" and self.docker.fresh_verifier
 
 
 @contextlib.contextmanager

@@ -44,8 +44,7 @@ class Attack:
     """`commands` follow those of `work`, honest or none, whose verdict is all that may come of it.
 
     A command that gets further than it may prints BREACH. `timeout_s` is each command's. `lost`: it may
-    end in no verdict at all, for it breaks the agent's own sandbox: the trial is made again. `fresh`: it takes a
-    verifier in a container of its own to withstand it.
+    end in no verdict at all, for it breaks the agent's own sandbox: the trial is made again.
     """
 
     task: str
@@ -53,7 +52,6 @@ class Attack:
     work: tuple[str, ...] = ()
     timeout_s: float = 10.0
     lost: bool = False
-    fresh: bool = False
 
 
 def against(task: str, *commands: str, **fields) -> Attack:

@@ -42,7 +42,7 @@ ATTACKS = {
     "fork-bomb": attack("bomb() { bomb | bomb & }; bomb; sleep 2", timeout_s=3.0),
     "kill-everything": attack("kill -9 -1", "kill -9 1; kill -STOP 1; kill -STOP -1; true"),
     "process-1-ended": attack(
-        "for s in TERM HUP INT QUIT SEGV ABRT PIPE; do kill -$s 1; done; sleep 1", lost=True
+        "for s in TERM HUP INT QUIT SEGV ABRT PIPE; do kill -$s 1; done; sleep 1"
     ),
     "shell-replaced": attack(
         "exec sleep 1000", "echo() { :; }; trap '/opt/forge' EXIT DEBUG; exit 3", timeout_s=2.0
@@ -66,7 +66,6 @@ ATTACKS = {
         "          print(hex(a + f.start()), old)\nEND",
         f"setsid bash -c '{LOOP}' &>/dev/null & python3 /opt/p.py",
         timeout_s=5.0,
-        fresh=True,
     ),
     "clock": attack(
         "date -s 2001-01-01 && echo BREACH; touch -d 2099-01-01 report.json orders.csv; true"

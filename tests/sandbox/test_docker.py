@@ -7,10 +7,11 @@ import time
 
 import pytest
 from docker_fixtures import DOCKERFILE, ROOT, docker_client, docker_url
-from sandbox_fixtures import commands, make_task, outputs
+from sandbox_fixtures import commands, make_task, nothing, outputs
 
 from t1jax.sandbox.docker import DockerSandbox
-from t1jax.types import SandboxError
+from t1jax.sandbox.docker_hosts import NETWORK
+from t1jax.types import SandboxError, Tampered
 
 pytestmark = pytest.mark.docker
 ENV = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
@@ -40,7 +41,7 @@ def nothing_is_left(docker_hosts):
     def shared():
         api = docker_client()
         volumes, networks = api.volumes()["Volumes"] or (), api.networks()
-        return {v["Name"] for v in volumes}, {n["Id"] for n in networks}
+        return {v["Name"] for v in volumes}, {n["Id"] for n in networks if n["Name"] != NETWORK}
 
     before = shared()
     yield
@@ -263,7 +264,7 @@ def test_a_fork_has_the_files_and_the_network_and_none_of_the_processes(inside):
     async def body(sandbox):
         await sandbox.run("echo x > /app/f; (while :; do date +%N > /app/g; done) &", 20)
         await sandbox.run("(while :; do echo hello | nc -lN 127.0.0.1 8000; done) & sleep 0.3", 20)
-        fork = await sandbox.fork()
+        fork = await sandbox.fork(nothing)
         try:
             for place in (sandbox, fork):
                 with pytest.raises(SandboxError, match="ended"):
@@ -279,11 +280,56 @@ def test_a_fork_has_the_files_and_the_network_and_none_of_the_processes(inside):
     assert inside(body) == ("/app\nx\nsandbox\n4\nhello\n", b"x\n")
 
 
+def test_a_fork_is_checked_before_anything_runs_in_it(inside):
+    """Not even process 1, which is the agent's bash here."""
+
+    async def body(sandbox):
+        await sandbox.run("printf '#!/bin/sh\\necho y > /app/f' > /opt/b; chmod +x /opt/b", 20)
+        await sandbox.run("echo x > /app/f; mv /opt/b /usr/bin/bash", 20)
+        seen = []
+
+        async def check(changed, files):
+            seen.append((changed["/usr/bin/bash"], await files.get("/app/f", 9)))
+            return "bash was changed"
+
+        with pytest.raises(Tampered, match="bash was changed"):
+            await sandbox.fork(check)
+        return seen
+
+    assert inside(body) == [("changed", b"x\n")]
+
+
+def test_a_fork_does_not_write_out_what_is_not_there(inside):
+    async def body(sandbox):
+        await sandbox.run("truncate -s 1T /opt/x", 20)
+        with pytest.raises(Tampered, match=r"files of 10995116\d+ bytes, environment\.storage_mb = "):
+            await sandbox.fork(nothing)
+
+    inside(body)
+
+
+def test_signals_do_not_end_process_1(inside):
+    async def body(sandbox):
+        command = (
+            "for s in HUP INT QUIT ILL ABRT FPE SEGV PIPE ALRM TERM USR1 USR2; do kill -$s 1; done"
+        )
+        await sandbox.run(command, 20)
+        own = "sleep 100 & kill -TERM $!; wait $!; echo $?"
+        return (await sandbox.run(own, 20)).output, (await sandbox.run("echo on", 20)).output
+
+    assert inside(body) == ("143\n", "on\n")
+
+
+def test_a_folder_may_give_its_group_to_files(inside):
+    command = "groupadd g; mkdir d; chgrp g d; chmod 2770 d; stat -c %a d"
+    assert outputs(inside, command) == [(0, "2770\n")]
+
+
 def test_a_fork_refuses_volumes_and_leaves_none(inside):
     async def body(sandbox):
         await sandbox.run("echo x > /data/x", 20)
         with pytest.raises(SandboxError, match="VOLUME /data"):
-            await sandbox.fork()
+            await sandbox.fork(nothing)
 
     inside(body, DOCKERFILE + "VOLUME /data\n")
 
@@ -291,7 +337,7 @@ def test_a_fork_refuses_volumes_and_leaves_none(inside):
 def test_a_paused_sandbox_does_nothing(inside):
     async def body(sandbox):
         async def size():
-            fork = await sandbox.fork()
+            fork = await sandbox.fork(nothing)
             try:
                 return len(await fork.get("/tmp/n", 1 << 20))
             finally:
@@ -312,14 +358,14 @@ OWNER = """
 import asyncio, sys
 sys.path.insert(0, "tests")
 from pathlib import Path
-from sandbox_fixtures import make_task
+from sandbox_fixtures import make_task, nothing
 from t1jax.sandbox.docker import DockerSandbox
 from t1jax.sandbox.docker_hosts import DockerConfig, DockerHosts
 
 async def main(url, environment):
     hosts = DockerHosts(DockerConfig((url,)))
     sandbox = await DockerSandbox.start(hosts, make_task(Path(environment)))
-    await sandbox.fork()
+    await sandbox.fork(nothing)
     print(hosts.labels["t1jax.run"], flush=True)
     await sandbox.run("sleep 1000", 1000)
 
