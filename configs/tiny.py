@@ -50,14 +50,14 @@ def get_config(arg: str = "") -> ConfigDict:
     )
     c.sandbox = dict(
         kind="namespace",
-        fresh_verifier=False,
         docker=dict(
             hosts=("unix:///var/run/docker.sock",),
             containers=64,
             starts_per_s=4.0,
             attempts=4,
             processes=256,
-            network="bridge",
+            network="t1jax",
+            fresh_verifier=True,
         ),
     )
     c.episode = dict(
