@@ -6,12 +6,13 @@ It is left running, for the next tests: `bash launch/dockerd.sh stop` ends it.
 import functools
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import docker
 import pytest
 
-from t1jax.sandbox.docker_hosts import DockerConfig
+from t1jax.sandbox.docker_hosts import NETWORK, DockerConfig
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = "FROM t1jax/base:bookworm\n"
@@ -39,6 +40,21 @@ def docker_config(**fields) -> DockerConfig:
 def docker_client() -> docker.APIClient:
     """The SDK's client, to look at what the sandboxes leave."""
     return docker.APIClient(docker_url(), version="auto")
+
+
+def volumes_and_networks() -> set[str]:
+    """Those that are there, but for the network of public tasks, which stays."""
+    api = docker_client()
+    volumes, networks = api.volumes()["Volumes"] or (), api.networks()
+    return {v["Name"] for v in volumes} | {n["Id"] for n in networks if n["Name"] != NETWORK}
+
+
+def wait_for_nothing_new(before: set[str]) -> None:
+    """Of volumes and networks; other tests may use the daemon at the same time, and theirs go, too."""
+    until = time.monotonic() + 20
+    while (new := volumes_and_networks() - before) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not new
 
 
 def _script(name: str, *arguments: str) -> str:

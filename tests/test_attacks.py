@@ -16,6 +16,7 @@ from docker_fixtures import docker_client
 from t1jax.agent.verify import reward, verify
 from t1jax.preflight import MakeSandbox
 from t1jax.sandbox import docker_owner
+from t1jax.sandbox.docker_hosts import NETWORK
 from t1jax.types import SandboxError, Verdict
 
 pytestmark = pytest.mark.docker
@@ -121,7 +122,7 @@ def daemon_state() -> dict[str, set[str]]:
     return {
         "ours": {owner for owner in mine if owner == me},
         "unlabelled": {c["Id"] for c in api.containers(all=True) if not c["Labels"]},
-        "networks": {n["Name"] for n in api.networks()},
+        "networks": {n["Name"] for n in api.networks()} - {NETWORK},
     }
 
 

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from docker_fixtures import DOCKERFILE, docker_client
+from docker_fixtures import DOCKERFILE, docker_client, volumes_and_networks, wait_for_nothing_new
 from sandbox_fixtures import make_task
 
 from t1jax.sandbox.docker import DockerSandbox
@@ -18,17 +18,14 @@ COUNT, AT_ONCE, KILLED = 200, 16, 0.1
 MARK = "98765.4321"  # seconds that no other process of this machine sleeps
 
 
-def there(run: str) -> tuple:
-    """What the daemon has: containers of the pool, volumes, networks."""
-    api, mine = docker_client(), {"label": f"t1jax.run={run}"}
-    volumes, networks = api.volumes()["Volumes"] or (), api.networks()
-    containers = api.containers(all=True, filters=mine)
-    return len(containers), {v["Name"] for v in volumes}, {n["Id"] for n in networks}
+def containers_of(run: str) -> int:
+    return len(docker_client().containers(all=True, filters={"label": f"t1jax.run={run}"}))
 
 
 def test_many_sandboxes_leave_nothing(docker_hosts, environment):
     task, run = make_task(environment(DOCKERFILE), memory_mb=128), docker_hosts.labels["t1jax.run"]
-    places, chance, before = asyncio.Semaphore(AT_ONCE), random.Random(0), there(run)
+    shared = volumes_and_networks()
+    places, chance, before = asyncio.Semaphore(AT_ONCE), random.Random(0), containers_of(run)
 
     async def one(number: int, killed: bool) -> str:
         async with places:
@@ -54,7 +51,8 @@ def test_many_sandboxes_leave_nothing(docker_hosts, environment):
     ends = collections.Counter(asyncio.run(main()))
     chance = random.Random(0)
     assert ends["killed"] == sum(chance.random() < KILLED for _ in range(COUNT))
-    assert ends.total() == COUNT and there(run) == before and not docker_hosts.lost
+    assert ends.total() == COUNT and containers_of(run) == before and not docker_hosts.lost
+    wait_for_nothing_new(shared)
     assert not any(MARK.encode() in line for line in command_lines())
 
 
