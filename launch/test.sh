@@ -6,30 +6,34 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-if [ "${1:-}" = --fast ]; then
-  bash launch/setup.sh
-else
-  bash launch/setup.sh --reference --sglang
-fi
-
-.venv/bin/ruff check .
-.venv/bin/ruff format --check .
 # Tracing and compiling keep one core busy, so two workers halve the time; a file's tests share fixtures.
 tests() { .venv/bin/python -m pytest -n 2 --dist loadfile "$@"; }
+check() { .venv/bin/ruff check . && .venv/bin/ruff format --check .; }
+
 if [ "${1:-}" = --fast ]; then
+  bash launch/setup.sh
+  check
   tests -m "not slow and not engine and not docker" "${@:2}"
-elif [ $# -gt 0 ]; then
-  tests "$@"
-else
-  status=0
-  if [ -z "${DOCKER_HOST:-}" ]; then # set-up is not on a test's time
-    trap 'bash launch/dockerd.sh stop' EXIT
-    DOCKER_HOST=$(bash launch/dockerd.sh | tail -n 1)
-    export DOCKER_HOST
-  fi
-  bash launch/base_image.sh "$DOCKER_HOST"
-  # Engines keep both cores busy, and deadlines are tested on them: alone.
-  .venv/bin/python -m pytest -m engine || status=$?
-  tests -m "not engine" || status=$?
-  exit $status
+  exit
 fi
+if [ $# -gt 0 ]; then
+  bash launch/setup.sh --reference --sglang
+  check
+  tests "$@"
+  exit
+fi
+if [ -z "${DOCKER_HOST:-}" ]; then
+  trap 'bash launch/dockerd.sh stop' EXIT
+  DOCKER_HOST=$(bash launch/dockerd.sh | tail -n 1)
+  export DOCKER_HOST
+fi
+bash launch/base_image.sh "$DOCKER_HOST" & # minutes, and so are the packages
+image=$!
+bash launch/setup.sh --reference --sglang
+check
+wait $image
+status=0
+# Engines keep both cores busy, and deadlines are tested on them: alone.
+.venv/bin/python -m pytest -m engine || status=$?
+tests -m "not engine" || status=$?
+exit $status
