@@ -20,7 +20,8 @@ from t1jax.metrics import MetricsError
 from t1jax.model.hf_config import HFError
 from t1jax.rollout.collect import CollectError
 from t1jax.rollout.store import StoreError
-from t1jax.types import SamplerError, SandboxError
+from t1jax.sandbox.protocol import SandboxError
+from t1jax.types import SamplerError
 
 EXPECTED = (
     *(ConfigError, TaskError, CheckpointError, CollectError, StoreError, GuardError, MetricsError),

@@ -31,7 +31,8 @@ from t1jax.files import write_bytes
 from t1jax.sandbox.docker_hosts import DockerConfig
 from t1jax.sandbox.namespace import MAX_OUTPUT
 from t1jax.sandbox.pool import MakeSandbox, SandboxConfig, open_sandboxes
-from t1jax.types import SandboxError, Task, Verdict
+from t1jax.sandbox.protocol import SandboxError
+from t1jax.types import Task, Verdict
 
 CONTAMINATED = "shares words with the evaluation task"
 Known = Mapping[tuple[str, ...], str]  # see decontaminate.index

@@ -17,7 +17,8 @@ from t1jax.agent.verify import reward, verify
 from t1jax.preflight import MakeSandbox
 from t1jax.sandbox import docker_owner
 from t1jax.sandbox.docker_hosts import NETWORK
-from t1jax.types import SandboxError, Verdict
+from t1jax.sandbox.protocol import SandboxError
+from t1jax.types import Verdict
 
 pytestmark = pytest.mark.docker
 MARK = f"ATTACK_{secrets.token_hex(8)}"  # a variable of every process of an attack's

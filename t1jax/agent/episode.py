@@ -20,16 +20,8 @@ from t1jax.agent.record import Record
 from t1jax.agent.shell import Console, open_console
 from t1jax.agent.template import TemplateError
 from t1jax.agent.terminal import TerminalClosed
-from t1jax.types import (
-    ExecResult,
-    Sampled,
-    Sampler,
-    SamplerError,
-    Sandbox,
-    SandboxError,
-    Task,
-    Trajectory,
-)
+from t1jax.sandbox.protocol import Sandbox, SandboxError
+from t1jax.types import ExecResult, Sampled, Sampler, SamplerError, Task, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,8 @@ from typing import Protocol
 from t1jax.agent import action
 from t1jax.agent.action import Command, Line, observation
 from t1jax.agent.terminal import Terminal
-from t1jax.types import ExecResult, Sandbox
+from t1jax.sandbox.protocol import Sandbox
+from t1jax.types import ExecResult
 
 
 class Console(Protocol):

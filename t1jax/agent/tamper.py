@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from t1jax.types import Changes, Files, Sandbox, SandboxError
+from t1jax.sandbox.protocol import Changes, Files, Sandbox, SandboxError
 
 RUNNER = r"(_?pytest|pluggy|iniconfig)(\.py|[-/].*)?"
 IMAGE = re.compile(

@@ -11,7 +11,8 @@ import time
 
 from t1jax.agent.action import Line
 from t1jax.sandbox.output import Output
-from t1jax.types import ExecResult, Sandbox, SandboxError
+from t1jax.sandbox.protocol import Sandbox, SandboxError
+from t1jax.types import ExecResult
 
 WIDTH, HEIGHT = 160, 40
 HISTORY = (

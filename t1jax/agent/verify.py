@@ -36,7 +36,8 @@ from typing import Literal
 
 from t1jax.agent.report import read_report, read_reward
 from t1jax.agent.tamper import contents, find_tampering, remove_picked_up
-from t1jax.types import ExecResult, Sandbox, SandboxError, Tampered, Task, Verdict
+from t1jax.sandbox.protocol import Sandbox, SandboxError, Tampered
+from t1jax.types import ExecResult, Task, Verdict
 
 LOGS = "/logs/verifier"
 MAX_REPORT = 4 << 20  # bytes; a TermiGen report of 20 tests has about 10 kB

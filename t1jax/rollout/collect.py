@@ -11,7 +11,8 @@ from t1jax.agent.chat import Chat
 from t1jax.agent.episode import EpisodeConfig, run_episode
 from t1jax.agent.verify import reward, verify
 from t1jax.sandbox.pool import MakeSandbox
-from t1jax.types import Sampler, SamplerError, Sandbox, SandboxError, Task, Trajectory
+from t1jax.sandbox.protocol import Sandbox, SandboxError
+from t1jax.types import Sampler, SamplerError, Task, Trajectory
 
 CLOSE_S = 30.0  # what closing a sandbox has at least, whatever is left of the trial's time
 

@@ -24,8 +24,9 @@ from t1jax.sandbox.docker_hosts import DockerHost, DockerHosts, HostFailed
 from t1jax.sandbox.docker_image import Image
 from t1jax.sandbox.docker_shell import Shell
 from t1jax.sandbox.namespace import ENV, MAX_OUTPUT, WORKDIR
+from t1jax.sandbox.protocol import Changes, Check, Files, SandboxError, Tampered
 from t1jax.sandbox.spawner import SandboxUnavailable
-from t1jax.types import Changes, Check, ExecResult, Files, SandboxError, Tampered, Task
+from t1jax.types import ExecResult, Task
 
 RETRY_S = 0.5  # before the second try to start; twice as long before each further one
 CHANGES = ("changed", "added", "deleted")  # by Docker's numbers
@@ -48,13 +49,13 @@ class _Created:
     name: str
 
     async def get(self, path: str, max_bytes: int) -> bytes | None:
-        """See types.Files. The daemon follows links in the folders above, within the container."""
+        """See protocol.Files. The daemon follows links in the folders above, within the container."""
         read = functools.partial(docker_container.read_file, path=_absolute(path))
         return await self.host.call(functools.partial(read, name=self.name, max_bytes=max_bytes))
 
 
 class DockerSandbox:
-    """Implements types.Sandbox. Made by `start`; usable in the event loop that started it."""
+    """Implements protocol.Sandbox. Made by `start`; usable in the event loop that started it."""
 
     def __init__(
         self,

@@ -12,8 +12,9 @@ from absl import logging
 from t1jax.sandbox import docker_api, tar
 from t1jax.sandbox.docker_hosts import NETWORK, DockerConfig, DockerHost
 from t1jax.sandbox.docker_image import Image
+from t1jax.sandbox.protocol import SandboxError
 from t1jax.sandbox.spawner import SandboxUnavailable
-from t1jax.types import SandboxError, Task
+from t1jax.types import Task
 
 # What apt and folders shared by a group need.
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")

@@ -20,8 +20,9 @@ import requests
 from t1jax.admission import TokenBucket
 from t1jax.sandbox import docker_image, docker_owner
 from t1jax.sandbox.docker_image import Image
+from t1jax.sandbox.protocol import SandboxError
 from t1jax.sandbox.spawner import SandboxUnavailable
-from t1jax.types import SandboxError, Task
+from t1jax.types import Task
 
 CALL_S = 120.0  # deadline of one request to a daemon; large copies take long
 CALLS, BUILDS = 16, 2  # at a time on one host

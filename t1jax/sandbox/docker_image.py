@@ -22,8 +22,9 @@ import requests
 import urllib3
 
 from t1jax.sandbox import docker_api
+from t1jax.sandbox.protocol import SandboxError
 from t1jax.sandbox.spawner import SandboxUnavailable
-from t1jax.types import SandboxError, Task
+from t1jax.types import Task
 
 LABELS = {"t1jax": "image"}  # `docker image prune --all --filter label=t1jax=image` forgets them
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from t1jax.sandbox.output import Output
-from t1jax.types import ExecResult, SandboxError
+from t1jax.sandbox.protocol import SandboxError
+from t1jax.types import ExecResult
 
 PROGRAM = Path(__file__).with_name("docker_init.bash").read_text()
 TIMEOUT_CODE = 124

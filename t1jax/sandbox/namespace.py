@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from t1jax.sandbox import dockerfile, spawner, wire
+from t1jax.sandbox.protocol import Changes, Check, SandboxError
 from t1jax.sandbox.spawner import SandboxUnavailable, Spec, check_available
-from t1jax.types import Changes, Check, ExecResult, SandboxError, Task
+from t1jax.types import ExecResult, Task
 
 __all__ = ["ENV", "NamespaceSandbox", "SandboxUnavailable", "check_available"]
 
@@ -39,7 +40,7 @@ CLOSE_S = 10.0
 
 
 class NamespaceSandbox:
-    """Implements types.Sandbox. Made by `start`; usable in the event loop that started it."""
+    """Implements protocol.Sandbox. Made by `start`; usable in the event loop that started it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader, self._writer = reader, writer

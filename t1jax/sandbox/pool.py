@@ -9,7 +9,8 @@ from typing import Literal
 from t1jax.sandbox.docker import DockerSandbox
 from t1jax.sandbox.docker_hosts import DockerConfig, DockerHosts
 from t1jax.sandbox.namespace import NamespaceSandbox, check_available
-from t1jax.types import Sandbox, Task
+from t1jax.sandbox.protocol import Sandbox
+from t1jax.types import Task
 
 MakeSandbox = Callable[[Task, int], Awaitable[Sandbox]]  # the int: bytes kept of a command's output
 

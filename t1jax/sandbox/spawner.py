@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from t1jax.sandbox import wire
-from t1jax.types import SandboxError
+from t1jax.sandbox.protocol import SandboxError
 
 START_S = 30.0  # deadline of a start
 PROGRAM = Path(__file__).with_name("namespace_init.py")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from t1jax.types import SandboxError
+from t1jax.sandbox.protocol import SandboxError
 
 MAX_PUT = 256 << 20  # bytes
 SPOOL = 1 << 20  # bytes kept in memory; a file takes what is above

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from t1jax.agent.tamper import find_tampering, has_code, remove_picked_up
-from t1jax.types import ExecResult, SandboxError
+from t1jax.sandbox.protocol import SandboxError
+from t1jax.types import ExecResult
 
 EDITABLE = b"import __editable___tool_1_0_finder; __editable___tool_1_0_finder.install()\n"
 

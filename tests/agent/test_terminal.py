@@ -9,7 +9,7 @@ from fakes import generated, need_sandbox
 from t1jax.agent.action import Line
 from t1jax.agent.terminal import HEIGHT, HISTORY, KEYS, Terminal, TerminalClosed, since, typing
 from t1jax.sandbox.namespace import NamespaceSandbox
-from t1jax.types import SandboxError
+from t1jax.sandbox.protocol import SandboxError
 
 NEW, SCREEN = "New Terminal Output:\n", "Current Terminal Screen:\n"
 LIMIT = 10_000

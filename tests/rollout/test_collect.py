@@ -22,7 +22,8 @@ from t1jax.agent.chat import Chat
 from t1jax.agent.task import load_task
 from t1jax.rollout.collect import CollectError, Trial, collect
 from t1jax.sandbox.namespace import NamespaceSandbox
-from t1jax.types import SamplerError, SandboxError
+from t1jax.sandbox.protocol import SandboxError
+from t1jax.types import SamplerError
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from docker_fixtures import (
 from sandbox_fixtures import commands, make_task, nothing, outputs
 
 from t1jax.sandbox.docker import DockerSandbox
-from t1jax.types import SandboxError, Tampered
+from t1jax.sandbox.protocol import SandboxError, Tampered
 
 pytestmark = pytest.mark.docker
 ENV = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}

@@ -13,7 +13,7 @@ from t1jax.sandbox import docker_hosts as pool
 from t1jax.sandbox.docker import DockerSandbox
 from t1jax.sandbox.docker_hosts import DockerConfig, DockerHosts
 from t1jax.sandbox.namespace import SandboxUnavailable
-from t1jax.types import SandboxError
+from t1jax.sandbox.protocol import SandboxError
 
 pytestmark = pytest.mark.docker
 NOBODY = "unix:///nonexistent/docker.sock"

@@ -9,7 +9,7 @@ import pytest
 from t1jax.sandbox import tar
 from t1jax.sandbox.docker_shell import Answers
 from t1jax.sandbox.output import Output
-from t1jax.types import SandboxError
+from t1jax.sandbox.protocol import SandboxError
 
 
 def feed(answers, data, size):

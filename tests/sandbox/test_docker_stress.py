@@ -11,7 +11,7 @@ from docker_fixtures import DOCKERFILE, docker_client, volumes_and_networks, wai
 from sandbox_fixtures import make_task
 
 from t1jax.sandbox.docker import DockerSandbox
-from t1jax.types import SandboxError
+from t1jax.sandbox.protocol import SandboxError
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow]
 COUNT, AT_ONCE, KILLED = 200, 16, 0.1

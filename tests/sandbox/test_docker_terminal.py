@@ -4,7 +4,7 @@ import pytest
 
 from t1jax.agent.action import Line
 from t1jax.agent.terminal import Terminal
-from t1jax.types import SandboxError
+from t1jax.sandbox.protocol import SandboxError
 
 pytestmark = pytest.mark.docker
 LIMIT = 10_000

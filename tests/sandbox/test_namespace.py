@@ -9,7 +9,7 @@ import pytest
 from sandbox_fixtures import outputs
 
 from t1jax.sandbox import spawner
-from t1jax.types import SandboxError
+from t1jax.sandbox.protocol import SandboxError
 
 ENV = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
 

@@ -6,7 +6,7 @@ import time
 import pytest
 from sandbox_fixtures import commands, outputs
 
-from t1jax.types import SandboxError
+from t1jax.sandbox.protocol import SandboxError
 
 ENV = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
 
