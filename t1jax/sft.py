@@ -28,6 +28,7 @@ from t1jax.agent.action import SYSTEM
 from t1jax.agent.chat import Chat
 from t1jax.agent.families import NAMES, Script
 from t1jax.agent.generate import generate, instances
+from t1jax.agent.script import ScriptSampler
 from t1jax.agent.task import load_tasks
 from t1jax.checkpoint import Checkpoints, save_params
 from t1jax.experiment import ConfigError, Experiment, read_experiment, write_config
@@ -42,40 +43,11 @@ from t1jax.recorded import Stream, read_recorded
 from t1jax.rollout.collect import CollectConfig, Trial, collect
 from t1jax.run import make_chat
 from t1jax.sandbox.pool import open_sandboxes
-from t1jax.types import Sampled, digest
+from t1jax.types import digest
 
 WARMUP = 100  # steps of a rising learning rate
 FLOOR = 0.05  # of the learning rate, reached at the last step
 MAX_COPIES = 6
-
-
-class ScriptSampler:
-    """A sampler that replies with a script's commands, one a turn, then submits."""
-
-    def __init__(self, chat: Chat, scripts: dict[int, Script]):
-        self._chat, self._scripts = chat, scripts
-
-    async def admit(self) -> None:
-        pass
-
-    async def sample(self, trial, turn, tokens, experts_start, max_new) -> Sampled:
-        script = self._scripts[trial]
-        text = f"```bash\n{script[turn]}\n```" if turn < len(script) else "```submit\n```"
-        ids = self._chat.reply(text)
-        rows = len(tokens) + len(ids) - 1 - experts_start
-        return Sampled(
-            ids=ids,
-            logprobs=np.zeros(len(ids), np.float32),
-            experts=np.zeros((rows, 1, 1), np.uint8),
-            experts_start=experts_start,
-            finish="stop",
-            version=0,
-            seconds=0.0,
-            digest=digest(ids),
-        )
-
-    async def release(self, trial) -> None:
-        pass
 
 
 def choose_scripts(experiment: Experiment) -> list[Script]:

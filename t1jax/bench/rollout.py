@@ -29,13 +29,14 @@ import numpy as np
 from t1jax.agent.chat import Chat
 from t1jax.agent.episode import EpisodeConfig
 from t1jax.agent.generate import instances, write_task
+from t1jax.agent.script import ScriptSampler
 from t1jax.agent.task import load_task
 from t1jax.rollout.collect import CollectConfig, Trial, collect
 from t1jax.sandbox.docker import DockerSandbox
 from t1jax.sandbox.docker_hosts import DockerConfig, DockerHosts
 from t1jax.sandbox.namespace import NamespaceSandbox
 from t1jax.sandbox.pool import MakeSandbox
-from t1jax.types import Sampled, Task, Trajectory, digest
+from t1jax.types import Sampled, Task, Trajectory
 
 TOKENIZER = Path("configs/assets/tiny/tokenizer.json")
 IMAGE = "t1jax/base:bookworm"
@@ -66,16 +67,13 @@ COLLECT = CollectConfig(
 )
 
 
-class Scripted:
-    """A types.Sampler that says "true" TURNS times and submits. A reply takes `mean_s` seconds on average."""
+class Slow(ScriptSampler):
+    """Says "true" TURNS times and submits. A reply takes `mean_s` seconds on average."""
 
     def __init__(self, chat: Chat, mean_s: float):
-        self._say, self._submit = chat.reply("```bash\ntrue\n```"), chat.reply("```submit\n```")
+        super().__init__(chat, dict.fromkeys(range(TRIALS), ("true",) * TURNS))
         self._mean_s, self._rng = mean_s, random.Random(0)
         self.seconds: dict[tuple[int, int], float] = {}  # slept for a reply, by trial and turn
-
-    async def admit(self) -> None:
-        pass
 
     async def sample(self, trial, turn, tokens, experts_start, max_new) -> Sampled:
         seconds = self._mean_s * self._rng.uniform(0.5, 1.5)
@@ -84,21 +82,7 @@ class Scripted:
             await asyncio.sleep(seconds)
         # Waking up late is the orchestrator's.
         self.seconds[trial, turn] = min(seconds, time.monotonic() - started)
-        ids = self._say if turn < TURNS else self._submit
-        rows = len(tokens) + len(ids) - 1 - experts_start
-        return Sampled(
-            ids=ids,
-            logprobs=np.zeros(len(ids), np.float32),
-            experts=np.zeros((rows, 1, 1), np.uint8),
-            experts_start=experts_start,
-            finish="stop",
-            version=0,
-            seconds=seconds,
-            digest=digest(ids),
-        )
-
-    async def release(self, trial) -> None:
-        pass
+        return await super().sample(trial, turn, tokens, experts_start, max_new)
 
 
 def bench() -> dict:
@@ -155,7 +139,7 @@ def run_containers(host: str) -> float:
 
 def measure_overhead(chat: Chat, task: Task, start: MakeSandbox) -> list[float]:
     """Milliseconds of each turn but the last that are neither the reply's nor the command's."""
-    sampler = Scripted(chat, REPLY_S)
+    sampler = Slow(chat, REPLY_S)
     return [
         1e3 * (turn.seconds - sampler.seconds[t.trial, i] - turn.result.seconds)
         for t in run(chat, task, start, sampler)
@@ -166,7 +150,7 @@ def measure_overhead(chat: Chat, task: Task, start: MakeSandbox) -> list[float]:
 def measure_rate(chat: Chat, task: Task, start: MakeSandbox) -> float:
     """Trials a second with a policy that takes no time."""
     begun = time.perf_counter()
-    run(chat, task, start, Scripted(chat, 0.0), concurrency=STARTS)
+    run(chat, task, start, Slow(chat, 0.0), concurrency=STARTS)
     return TRIALS / (time.perf_counter() - begun)
 
 
